@@ -1,0 +1,1 @@
+"""An experiment harness for data-parallel training of Hugging Face models with DeepSpeed."""

@@ -1,0 +1,407 @@
+"""What a run is: typed, validated dataclasses, one per config group of ``conf/``.
+
+Hydra composes a DictConfig against these schemas; :func:`to_config` turns it into dataclasses and
+:func:`resolve` fills in everything that depends on the world and the machine. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+
+
+class ConfigError(ValueError):
+    """A user's mistake, told in one line: key, value, limit, remedy."""
+
+
+def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value}: choose one of {', '.join(choices)}")
+
+
+def check_at_least(key: str, value: float | None, limit: float) -> None:
+    if value is not None and not (math.isfinite(value) and value >= limit):
+        raise ConfigError(f"{key}={value}: must be a finite number of at least {limit}")
+
+
+@dataclass
+class ModelConfig:
+    name: str = MISSING
+    family: str | None = None  # a transformers model_type; the model is built from `config`, weights random
+    config: dict[str, Any] = field(default_factory=dict)  # arguments of the family's transformers config
+    path: str | None = None  # hub name or folder; the weights are pretrained
+    dropout: float = 0.0  # every dropout probability of the model
+    attention: str = "sdpa"  # attn_implementation of transformers
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.path is None and self.family is None:
+            raise ConfigError("model.path: model=hub needs model.path=NAME_OR_FOLDER")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout={self.dropout}: must be in [0, 1)")
+        check_choice("model.attention", self.attention, ("sdpa", "eager", "flash_attention_2", "flex_attention"))
+
+
+@dataclass
+class DataConfig:
+    kind: str = MISSING
+    seq_len: int = 128  # tokens per sequence
+    tokenizer: str | None = "bytes"  # `bytes`, or a Hugging Face tokenizer by hub name or folder
+    pack: bool = True  # documents joined and cut into blocks; false: one document per sequence, padded
+    ragged: bool = False  # synthetic only: lengths drawn from 2..seq_len
+    path: Any = None  # file, folder, glob, or a list of them
+    name: str | None = None
+    config: str | None = None
+    split: str = "train"
+    column: str = "text"
+    eval_samples: int = 64  # sequences held out for evaluation, never trained on
+    cache_dir: str | None = None  # tokenised corpora; null: $XDG_CACHE_HOME/harness
+
+    def __post_init__(self) -> None:
+        check_choice("data.kind", self.kind, ("stdlib", "synthetic", "text", "hub"))
+        check_at_least("data.seq_len", self.seq_len, 2)
+        check_at_least("data.eval_samples", self.eval_samples, 0)
+        if self.ragged and self.kind != "synthetic":
+            raise ConfigError(f"data.ragged=true: only data=synthetic draws lengths, not data={self.kind}")
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        if paths is not None and not (isinstance(paths, list) and all(isinstance(p, str) for p in paths)):
+            raise ConfigError(f"data.path={self.path}: must be a path or a list of paths")
+        self.path = paths
+        if self.kind == "hub" and (self.name is None) == (self.path is None):
+            raise ConfigError("data=hub: needs either data.name=DATASET or data.path=SAVED_FOLDER")
+
+
+@dataclass
+class BatchConfig:
+    kind: str = MISSING
+    global_size: int | None = None  # sequences per update, all ranks
+    per_rank_size: int | None = None  # sequences per update and rank
+    micro_size: int | None = None  # sequences per forward pass and rank; null: no accumulation
+
+    def __post_init__(self) -> None:
+        check_choice("batch.kind", self.kind, ("strong", "weak"))
+        for key in ("global_size", "per_rank_size", "micro_size"):
+            check_at_least(f"batch.{key}", getattr(self, key), 1)
+
+
+@dataclass
+class EngineConfig:
+    kind: str = MISSING
+    bucket_mb: float | None = None  # gradient bucket in MiB; null: fitted to the model
+    overlap: bool = True  # communicate gradients while the backward pass goes on
+
+    def __post_init__(self) -> None:
+        check_choice("engine.kind", self.kind, ("deepspeed",))
+        if self.bucket_mb is not None and not (math.isfinite(self.bucket_mb) and self.bucket_mb > 0):
+            raise ConfigError(f"engine.bucket_mb={self.bucket_mb}: must be a finite number above 0")
+
+
+@dataclass
+class ZeroConfig:
+    """ZeRO stage and the DeepSpeed knobs that matter. Sizes are in elements; null is fitted to the model."""
+
+    stage: int = MISSING
+    offload_optimizer: bool = False
+    offload_params: bool = False
+    contiguous_gradients: bool = True
+    multi_rank_allreduce: bool = True  # stages 1, 2: all-reduce gradients; false: reduce each to its owner
+    reduce_bucket_size: int | None = None
+    allgather_bucket_size: int | None = None
+    prefetch_bucket_size: int | None = None
+    param_persistence_threshold: int | None = None  # stage 3 keeps smaller parameters on every rank
+    max_live_parameters: int | None = None
+    max_reuse_distance: int | None = None
+    sub_group_size: int = 1_000_000_000
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ConfigError(f"zero.stage={self.stage}: choose one of 0, 1, 2, 3")
+        for key in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"):
+            check_at_least(f"zero.{key}", getattr(self, key), 1)
+        for key in ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance"):
+            check_at_least(f"zero.{key}", getattr(self, key), 0)
+        if self.offload_optimizer and self.stage < 2:
+            raise ConfigError(f"zero.offload_optimizer=true: needs zero.stage of 2 or 3, not {self.stage}")
+        if self.offload_params and self.stage != 3:
+            raise ConfigError(f"zero.offload_params=true: needs zero.stage=3, not {self.stage}")
+
+
+@dataclass
+class CheckpointingConfig:
+    mode: str = MISSING
+    every: int = 2  # selective: recompute every so many blocks
+    part: str = "block"  # selective: `block`, or `attention` for the attention of every block
+    reentrant: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("checkpointing.mode", self.mode, ("none", "full", "selective"))
+        check_choice("checkpointing.part", self.part, ("block", "attention"))
+        check_at_least("checkpointing.every", self.every, 1)
+
+
+@dataclass
+class OptimizerConfig:
+    kind: str = MISSING
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0  # 0 = off
+
+    def __post_init__(self) -> None:
+        check_at_least("optimizer.weight_decay", self.weight_decay, 0)
+        check_at_least("optimizer.clip_norm", self.clip_norm, 0)
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimizer.betas={self.betas}: must be two numbers in [0, 1)")
+        check_at_least("optimizer.eps", self.eps, 0)
+
+
+@dataclass
+class SGDConfig(OptimizerConfig):
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"optimizer.momentum={self.momentum}: must be in [0, 1)")
+
+
+@dataclass
+class LRConfig:
+    base: float | None = None
+    base_batch_size: int = 32  # sequences
+    rule: str = "none"
+    warmup_samples: int = 0
+    schedule: str = "constant"
+    final_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_at_least("lr.base", self.base, 0)
+        check_at_least("lr.base_batch_size", self.base_batch_size, 1)
+        check_choice("lr.rule", self.rule, ("none", "linear", "sqrt"))
+        check_at_least("lr.warmup_samples", self.warmup_samples, 0)
+        check_choice("lr.schedule", self.schedule, ("constant", "linear", "cosine"))
+        if not 0 <= self.final_fraction <= 1:
+            raise ConfigError(f"lr.final_fraction={self.final_fraction}: must be in [0, 1]")
+
+
+@dataclass
+class TrainConfig:
+    samples: int = 4800
+    steps: int | None = None
+    eval_every: int | None = None
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for key in ("samples", "steps", "eval_every", "log_every"):
+            check_at_least(f"train.{key}", getattr(self, key), 1)
+
+
+@dataclass
+class LaunchConfig:
+    world_size: int | None = None
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("launch.world_size", self.world_size, 1)
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"launch.timeout_s={self.timeout_s}: must be above 0")
+
+
+@dataclass
+class WandbConfig:
+    mode: str = "auto"
+    project: str = "harness"
+    entity: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_choice("wandb.mode", self.mode, ("auto", "online", "offline", "disabled"))
+
+
+@dataclass
+class Config:
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    batch: BatchConfig = MISSING
+    engine: EngineConfig = MISSING
+    zero: ZeroConfig = MISSING
+    checkpointing: CheckpointingConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    lr: LRConfig = field(default_factory=LRConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    study: str = "default"
+    runs_dir: str = "runs"
+    seed: int = 0
+    precision: str = "auto"
+    objective: str = "final_loss"
+
+    def __post_init__(self) -> None:
+        check_choice("precision", self.precision, PRECISIONS)
+        check_at_least("seed", self.seed, 0)
+        if not self.study or self.study.startswith(".") or any(c in self.study for c in "/\\\0\n"):
+            raise ConfigError(f"study={self.study!r}: must be a plain folder name")
+
+
+GROUPS = {
+    "model": {"model": ModelConfig},
+    "data": {"data": DataConfig},
+    "batch": {"batch": BatchConfig},
+    "engine": {"engine": EngineConfig},
+    "zero": {"zero": ZeroConfig},
+    "checkpointing": {"checkpointing": CheckpointingConfig},
+    "optimizer": {"adamw": AdamWConfig, "sgd": SGDConfig},
+}
+
+
+def register_schemas() -> None:
+    """Make the dataclasses known to Hydra; ``conf/GROUP/*.yaml`` name them in their defaults."""
+    store = ConfigStore.instance()
+    store.store("config_schema", Config)
+    for group, schemas in GROUPS.items():
+        for name, schema in schemas.items():
+            store.store(f"{name}_schema", schema, group=group)
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Dataclasses from what Hydra composed.
+
+    Raises:
+        ConfigError: in one line, for a missing or invalid value.
+    """
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(first_line(error)) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def first_line(error: BaseException) -> str:
+    """The message of OmegaConf or Hydra without its positions and types, which are not the user's."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
+    message = lines[0] if lines else type(error).__name__
+    return message if not key or key in message else f"{key}: {message}"
+
+
+def dump(config: Config) -> str:
+    """YAML of a config, for ``config.yaml`` and for the ranks."""
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+
+
+def load(text: str) -> Config:
+    """The inverse of :func:`dump`."""
+    values = OmegaConf.create(text)
+    schema = OmegaConf.structured(Config)
+    for group, schemas in GROUPS.items():
+        kind = values[group].get("kind")
+        schema[group] = OmegaConf.structured(schemas.get(kind) or next(iter(schemas.values())))
+    return to_config(OmegaConf.merge(schema, values))
+
+
+def resolve(config: Config, world_size: int, on_gpu: bool) -> Config:
+    """A config in which every value is decided: precision, rate, world size and batch.
+
+    Args:
+        world_size: ranks of the run.
+        on_gpu: whether the ranks compute on GPUs.
+
+    Raises:
+        ConfigError: for combinations that cannot run, naming both values.
+    """
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if on_gpu else "fp32"
+    if precision == "fp16" and not on_gpu:
+        raise ConfigError("precision=fp16: needs a GPU; on CPU use precision=fp32 or bf16")
+    asked = config.launch.world_size
+    if asked is not None and asked != world_size:
+        raise ConfigError(
+            f"launch.world_size={asked}: the launcher started {world_size} ranks; drop the key or start with "
+            f"`python harness/main.py`"
+        )
+    batch = resolve_batch(config.batch, world_size)
+    assert batch.global_size is not None
+    if config.train.steps is None and config.train.samples < batch.global_size:
+        raise ConfigError(
+            f"train.samples={config.train.samples}: less than one update of {batch.global_size} sequences "
+            f"(batch.global_size); raise the one or lower the other"
+        )
+    base = config.lr.base
+    if base is None:
+        base = {"adamw": 2e-3, "sgd": 0.1}[config.optimizer.kind]
+    return replace(
+        config,
+        precision=precision,
+        batch=batch,
+        lr=replace(config.lr, base=base),
+        launch=replace(config.launch, world_size=world_size),
+    )
+
+
+def resolve_batch(batch: BatchConfig, world_size: int) -> BatchConfig:
+    """All three sizes of a batch; global = micro x accumulation x ranks holds exactly.
+
+    Raises:
+        ConfigError: when a size does not divide, naming the nearest that do.
+    """
+    wanted, other = ("global_size", "per_rank_size") if batch.kind == "strong" else ("per_rank_size", "global_size")
+    size = getattr(batch, wanted)
+    if size is None:
+        raise ConfigError(f"batch.{wanted}: batch={batch.kind} needs it")
+    if getattr(batch, other) is not None:
+        raise ConfigError(
+            f"batch.{other}={getattr(batch, other)}: batch={batch.kind} is set by batch.{wanted}; "
+            f"use batch={'weak' if batch.kind == 'strong' else 'strong'}"
+        )
+    if batch.kind == "strong" and size % world_size:
+        raise ConfigError(
+            f"batch.global_size={size}: not divisible by {world_size} ranks; nearest valid: "
+            f"{nearest_multiples(size, world_size)}"
+        )
+    per_rank = size // world_size if batch.kind == "strong" else size
+    micro = batch.micro_size or per_rank
+    if per_rank % micro:
+        divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+        below = max(d for d in divisors if d < micro or d == 1)
+        above = next((d for d in divisors if d > micro), per_rank)
+        raise ConfigError(
+            f"batch.micro_size={micro}: does not divide the {per_rank} sequences of a rank "
+            f"(batch.{wanted}={size}, {world_size} ranks); nearest valid: {' or '.join(map(str, sorted({below, above})))}"
+        )
+    return replace(batch, global_size=per_rank * world_size, per_rank_size=per_rank, micro_size=micro)
+
+
+def nearest_multiples(value: int, divisor: int) -> str:
+    below = value // divisor * divisor
+    return " or ".join(str(v) for v in (below, below + divisor) if v > 0)
+
+
+def grad_accum_steps(batch: BatchConfig) -> int:
+    """Forward passes per rank and update, of a resolved batch."""
+    assert batch.per_rank_size is not None and batch.micro_size is not None
+    return batch.per_rank_size // batch.micro_size
+
+
+def total_steps(config: Config) -> int:
+    """Updates of a resolved run; a remainder of ``train.samples`` smaller than a batch is left out."""
+    assert config.batch.global_size is not None
+    return config.train.steps or config.train.samples // config.batch.global_size

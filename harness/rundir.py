@@ -1,0 +1,156 @@
+"""The run directory: what a run was, how it ended and what it measured. A run's status is what stands here.
+
+``<runs_dir>/<study>/<name>-<hash8>/`` holds config.yaml, ds_config.json, command.txt, env.json, status.json,
+metrics.jsonl, summary.json, logs/ and wandb/. Every file appears whole; metrics.jsonl grows by whole rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from harness.config import Config, ConfigError, dump
+
+Status = Literal["running", "completed", "oom", "diverged", "failed", "timeout", "killed"]
+
+# What does not change the result, or only how it is kept and shown.
+NOT_HASHED = (
+    ("study",), ("runs_dir",), ("wandb",), ("objective",), ("train", "log_every"), ("launch", "timeout_s"),
+)  # fmt: skip
+
+
+def config_hash(config: Config) -> str:
+    """Eight hex digits that identify a resolved config; equal for runs that must give the same result."""
+    values = asdict(config)
+    for *groups, key in NOT_HASHED:
+        node = values
+        for group in groups:
+            node = node[group]
+        node.pop(key)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def run_name(config: Config) -> str:
+    """A readable name from a resolved config: model, engine and stage, world, batch, hash."""
+    model = re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(config.model.path or config.model.name).name)[:40].strip(".") or "model"
+    return f"{model}-{job_type(config)}-w{config.launch.world_size}-b{config.batch.global_size}-{config_hash(config)}"
+
+
+def job_type(config: Config) -> str:
+    """``zero3``, ``ddp``, …: the kind of run, W&B's job_type."""
+    return f"zero{config.zero.stage}" if config.engine.kind == "deepspeed" else config.engine.kind
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is seen either not at all or complete."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+class RunDir:
+    """One run's directory, written by one process at a time: the parent of the world, then its rank 0."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.logs = path / "logs"
+
+    @classmethod
+    def create(cls, config: Config) -> RunDir:
+        """A fresh directory for a resolved config; an earlier record of the same run moves to ``<name>.N``.
+
+        Raises:
+            ConfigError: when the directory cannot be written or its run is still going on.
+        """
+        path = Path(config.runs_dir).expanduser() / config.study / run_name(config)
+        run = cls(path)
+        earlier = run.read_status()
+        if earlier is not None and earlier["status"] == "running":
+            raise ConfigError(f"{path}: this run is going on (pid {earlier['pid']}); wait for it or end it")
+        try:
+            if path.exists():
+                path.rename(free_neighbour(path))
+            run.logs.mkdir(parents=True)
+            write_whole(path / "config.yaml", dump(config))
+            write_whole(path / "command.txt", shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]) + "\n")
+            run.write_status("running", started_at=time.time(), attempt=1)
+        except OSError as error:
+            raise ConfigError(f"runs_dir={config.runs_dir}: cannot be written ({error.strerror or error})") from error
+        return run
+
+    def write_status(self, status: Status, reason: str = "", **more: Any) -> None:
+        """Record how the run stands; ``more`` is kept from one call to the next."""
+        record = self._read("status.json") or {}
+        own = psutil.Process()
+        record |= {"status": status, "reason": " ".join(reason.split()), "host": socket.gethostname()}
+        record |= {"pid": own.pid, "pid_started": own.create_time(), "updated_at": time.time(), **more}
+        write_json(self.path / "status.json", record)
+
+    def read_status(self) -> dict[str, Any] | None:
+        """The status record, or None; a `running` whose process is gone on this host reads as `killed`."""
+        record = self._read("status.json")
+        if record and record.get("status") == "running" and record.get("host") == socket.gethostname():
+            try:
+                alive = abs(psutil.Process(record["pid"]).create_time() - record["pid_started"]) < 1
+            except psutil.NoSuchProcess:
+                alive = False
+            if not alive:
+                record |= {"status": "killed", "reason": "its process vanished without a word"}
+        return record
+
+    def append_metrics(self, rows: list[dict[str, Any]]) -> None:
+        """Add rows to metrics.jsonl in one write; non-finite numbers become null."""
+        text = "".join(json.dumps({k: finite(v) for k, v in row.items()}, allow_nan=False) + "\n" for row in rows)
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write(text)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        write_json(self.path / "summary.json", {key: finite(value) for key, value in summary.items()})
+
+    def read_summary(self) -> dict[str, Any] | None:
+        return self._read("summary.json")
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            return json.loads((self.path / name).read_text())
+        except FileNotFoundError:
+            return None
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    return None if isinstance(value, float) and value - value != 0 else value
+
+
+def free_neighbour(path: Path) -> Path:
+    """The first of ``path.1``, ``path.2``, … that does not exist."""
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return candidate
