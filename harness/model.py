@@ -8,7 +8,6 @@ holds the whole model; everywhere else the same units are simply kept.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from harness.config import CheckpointingConfig, Config, ConfigError, ModelConfig
+from harness.hf_config import hf_config, local_or_name
 
 
 class LossModel(nn.Module):
@@ -37,59 +37,6 @@ class LossModel(nn.Module):
             targets: predicted tokens of the global batch, a scalar tensor.
         """
         return self.model(input_ids=input_ids, labels=labels, num_items_in_batch=targets, use_cache=False).loss
-
-
-def hf_config(model: ModelConfig) -> Any:
-    """The transformers config of a model.
-
-    Raises:
-        ConfigError: unknown family or argument, or a hub name or folder that cannot be read.
-    """
-    from transformers import AutoConfig
-
-    try:
-        if model.path is not None:
-            return AutoConfig.from_pretrained(
-                local_or_name(model.path), trust_remote_code=model.trust_remote_code, **model.config
-            )
-        return AutoConfig.for_model(model.family, **model.config)
-    except Exception as error:
-        key = f"model.path={model.path}" if model.path is not None else f"model.family={model.family}"
-        raise ConfigError(f"{key}: cannot be configured ({' '.join(str(error).split())[:200]})") from error
-
-
-def local_or_name(path: str) -> str:
-    folder = Path(path).expanduser()
-    return str(folder) if folder.exists() else path
-
-
-def check_limits(config: Config) -> int:
-    """The vocabulary size of a run's model, after checking that the sequences fit its positions.
-
-    Raises:
-        ConfigError: a sequence longer than the model's positions.
-    """
-    limits = known_limits(config.model) or vars(hf_config(config.model))
-    positions = limits.get("max_position_embeddings") or limits.get("n_positions")
-    if positions is not None and config.data.seq_len > positions:
-        raise ConfigError(
-            f"data.seq_len={config.data.seq_len}: longer than the {positions} positions of model={config.model.name}; "
-            f"shorten it to at most {positions}"
-        )
-    if not isinstance(limits.get("vocab_size"), int):
-        raise ConfigError(f"model={config.model.name}: its config names no vocab_size; is it a causal language model?")
-    return limits["vocab_size"]
-
-
-def known_limits(model: ModelConfig) -> dict[str, Any]:
-    """The config's numbers where they stand written, without importing transformers."""
-    if model.path is None:
-        return model.config if "vocab_size" in model.config else {}
-    try:
-        written = json.loads((Path(model.path).expanduser() / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return {**written, **model.config} if "vocab_size" in written else {}
 
 
 def set_dropout(settings: Any, probability: float) -> list[str]:
@@ -130,10 +77,14 @@ def build_model(config: Config, dtype: torch.dtype, shard: Callable[[nn.Module],
                 trust_remote_code=config.model.trust_remote_code,
             )
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"model={config.model.name}: cannot be built ({' '.join(str(error).split())[:200]})") from error
+        raise ConfigError(
+            f"model={config.model.name}: cannot be built ({' '.join(str(error).split())[:200]})"
+        ) from error
     if not getattr(model, "accepts_loss_kwargs", True):
         raise ConfigError(f"model={config.model.name}: its loss cannot be normalised over a global batch")
-    fill = pretrained_filler(config.model, model) if config.model.path is not None else random_filler(config.seed, model)
+    fill = (
+        pretrained_filler(config.model, model) if config.model.path is not None else random_filler(config.seed, model)
+    )
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -44,7 +44,9 @@ def config_hash(config: Config) -> str:
 
 def run_name(config: Config) -> str:
     """A readable name from a resolved config: model, engine and stage, world, batch, hash."""
-    model = re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(config.model.path or config.model.name).name)[:40].strip(".") or "model"
+    model = (
+        re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(config.model.path or config.model.name).name)[:40].strip(".") or "model"
+    )
     return f"{model}-{job_type(config)}-w{config.launch.world_size}-b{config.batch.global_size}-{config_hash(config)}"
 
 

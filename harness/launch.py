@@ -1,0 +1,173 @@
+"""The parent of a world: starts one on a config, watches it, and says how it ended."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from harness.compose import check_gpus, decide
+from harness.config import Config, total_steps
+from harness.display import Display, print_outcome
+from harness.environment import RANK_VARIABLES, oom_kills, visible_gpus
+from harness.rundir import RunDir
+
+MAIN = Path(__file__).resolve().parent / "main.py"
+POLL_S = 0.1
+GRACE_S = 30.0  # from telling a world to end until it is killed
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stopped(Exception):
+    """This process was told to stop."""
+
+
+def launch_composed(composed: DictConfig) -> int:
+    """Run one composed config in a world of its own; the exit code: 0 only for a completed run."""
+    gpus = visible_gpus()
+    asked = composed.launch.world_size
+    world_size = asked if isinstance(asked, int) and asked > 0 else (gpus or 1)
+    check_gpus(world_size, gpus)
+    config = decide(composed, world_size, gpus)
+    run = RunDir.create(config)
+    launch(config, run)
+    status = run.read_status() or {}
+    print_outcome(sys.stdout, str(run.path), status, run.read_summary())
+    return 0 if status.get("status") == "completed" else 1
+
+
+def launch(config: Config, run: RunDir) -> None:
+    """Start a world on a run's directory and wait for its end, which ``status.json`` tells afterwards."""
+    assert config.launch.world_size is not None
+    display = Display(sys.stderr, total_steps(config), run.path.name)
+    kills_before = oom_kills()
+    with stop_signals():
+        log = open(run.logs / "launcher.log", "ab")  # noqa: SIM115
+        world = subprocess.Popen(
+            world_command(config.launch.world_size, run.path.resolve()),
+            env=world_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        log.close()
+        try:
+            ended = wait(world, run, display, config.launch.timeout_s)
+        except Stopped as stop:
+            end_world(world)
+            ended = ("killed", str(stop))
+        finally:
+            display.close()
+            kill_group(world.pid)
+    record_end(run, ended, kills_before)
+
+
+def wait(
+    world: subprocess.Popen[bytes], run: RunDir, display: Display, timeout_s: float | None
+) -> tuple[str, str] | None:
+    """Show progress until the world ends; what this process had to do about it, if anything."""
+    started, seen = time.monotonic(), 0
+    while world.poll() is None:
+        time.sleep(POLL_S)
+        rows = new_rows(run, seen)
+        if rows:
+            seen += len(rows)
+            display.update(rows[-1])
+        # The ranks end themselves at timeout_s; this is for ranks that cannot.
+        if timeout_s is not None and time.monotonic() - started > timeout_s + GRACE_S:
+            end_world(world)
+            return "timeout", f"took longer than launch.timeout_s={timeout_s:g}"
+    return None
+
+
+def new_rows(run: RunDir, seen: int) -> list[dict[str, Any]]:
+    with contextlib.suppress(ValueError):  # a row being written
+        return run.read_metrics()[seen:]
+    return []
+
+
+def record_end(run: RunDir, ended: tuple[str, str] | None, kills_before: int) -> None:
+    """Write the status of a world that could not write its own."""
+    status = run.read_status() or {}
+    if status.get("status") not in ("running", "killed"):
+        return
+    if ended is not None:
+        run.write_status(*ended)  # type: ignore[arg-type]
+    elif status["status"] == "running" or "vanished" in status["reason"]:
+        if oom_kills() > kills_before:
+            run.write_status("oom", "rank 0 was killed for want of host memory")
+        else:
+            run.write_status("failed", f"rank 0 died without a word; last line of its log: {last_line(run)}")
+
+
+def last_line(run: RunDir) -> str:
+    """The last words of the logs of a world that did not get to write a status."""
+    for name in ("rank0.log", "launcher.log"):
+        with contextlib.suppress(OSError):
+            lines = [line for line in (run.logs / name).read_text(errors="replace").splitlines() if line.strip()]
+            if lines:
+                return lines[-1][:300]
+    return "(empty)"
+
+
+def world_command(world_size: int, run_dir: Path) -> list[str]:
+    """DeepSpeed's launcher for ranks on this machine; without its runner, which would import DeepSpeed once more."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [d.strip() for d in visible.split(",")][:world_size] if visible else list(range(world_size))
+    info = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
+    return [
+        sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={info}", "--master_addr=127.0.0.1",
+        f"--master_port={free_port()}", str(MAIN), f"--run-dir={run_dir}",
+    ]  # fmt: skip
+
+
+def world_environment() -> dict[str, str]:
+    environment = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
+    environment["HARNESS_PARENT_PID"] = str(os.getpid())
+    return environment
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def stop_signals() -> Any:
+    """SIGINT, SIGTERM and SIGUSR1 raise :class:`Stopped` inside."""
+
+    def stop(number: int, _: Any) -> None:
+        for other in STOP_SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
+        raise Stopped(f"received {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_world(world: subprocess.Popen[bytes]) -> None:
+    """Tell every process of the world to end, and make sure."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(world.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        world.wait(GRACE_S)
+    kill_group(world.pid)
+    world.wait()
+
+
+def kill_group(group: int) -> None:
+    """Nothing of an ended world stays behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
