@@ -60,6 +60,8 @@ def run_rank(arguments: list[str]) -> NoReturn:
     world = join(screen)
     message = compose_and_publish(arguments, world, screen) if world.rank == 0 else world.receive()
     if "run_dir" not in message:
+        if world.rank == 0:
+            world.wait_until_received()
         leave(message["exit"])
     from harness.train import run
 

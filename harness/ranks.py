@@ -86,7 +86,13 @@ class World:
 
     def receive(self) -> dict[str, Any]:
         """What rank 0 published; waits for it."""
-        return json.loads(self.store.get("message"))
+        message = json.loads(self.store.get("message"))
+        self.store.set(f"received/{self.rank}", "")
+        return message
+
+    def wait_until_received(self) -> None:
+        """Rank 0, which keeps the store, must not leave before the others have read their message."""
+        self.store.wait([f"received/{rank}" for rank in range(1, self.size)], RENDEZVOUS_TIMEOUT)
 
     def init_process_group(self) -> None:
         """Bring up the collectives and this rank's device."""
