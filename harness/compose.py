@@ -7,15 +7,25 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from harness.config import Config, ConfigError, register_schemas, resolve, to_config
+from harness.config import (
+    GROUPS,
+    Config,
+    ConfigError,
+    LaunchConfig,
+    LRConfig,
+    TrainConfig,
+    WandbConfig,
+    register_schemas,
+    resolve,
+    to_config,
+)
 from harness.data import open_data
 from harness.ds_config import check_passthrough
 from harness.hf_config import check_limits
@@ -29,26 +39,37 @@ def run_hydra(arguments: list[str], task: Callable[[DictConfig], Any]) -> None:
     Raises:
         ConfigError: whatever Hydra refuses, in one line that keeps its list of options.
         SystemExit: as Hydra ends its own commands.
+        BaseException: the first that ``task`` raised.
     """
     register_schemas()
     sys.argv = [sys.argv[0], *arguments]
+    raised: list[BaseException] = []
+
+    def guarded(composed: DictConfig) -> Any:
+        try:
+            return task(composed)
+        except BaseException as error:  # kept from Hydra, which would print it in its own way
+            raised.append(error)
+
     before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand its exceptions to us
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand its own exceptions to us
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
-    except (HydraException, OmegaConfBaseException) as error:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(guarded)()
+    except Exception as error:
         raise ConfigError(one_line(error)) from error
     finally:
         os.environ.pop("HYDRA_FULL_ERROR")
         if before is not None:
             os.environ["HYDRA_FULL_ERROR"] = before
+    if raised:
+        raise raised[0]
 
 
 def one_line(error: BaseException) -> str:
     """The message of Hydra or OmegaConf in one line: what, and the options there are."""
     text = str(error).split("Config search path")[0].split("full_key:")[0].split("Set the environment")[0]
     heading, _, options = text.partition("Available options")
-    line = " ".join(heading.split())
+    line = " ".join(heading.split()).removeprefix("In 'config': ")
     names = [name.strip() for name in options.splitlines()[1:] if name.strip() and not name.strip().endswith("_schema")]
     if names:
         line += f"; choose one of {', '.join(names)}"
@@ -61,16 +82,11 @@ def one_line(error: BaseException) -> str:
 
 def known_keys() -> list[str]:
     """Every key of the configs, dotted."""
-    from dataclasses import fields
-
-    from harness.config import GROUPS
-
     keys = [field.name for field in fields(Config)]
-    for group in fields(Config):
-        schemas = GROUPS.get(group.name, {})
-        nested = [*schemas.values()] or [group.default_factory] if callable(group.default_factory) or schemas else []
-        for schema in nested:
-            keys += [f"{group.name}.{key}" for key in getattr(schema, "__dataclass_fields__", {})]
+    schemas = {**{g: [*kinds.values()] for g, kinds in GROUPS.items()}, "lr": [LRConfig], "train": [TrainConfig]}
+    schemas |= {"launch": [LaunchConfig], "wandb": [WandbConfig]}
+    for group, kinds in schemas.items():
+        keys += [f"{group}.{field.name}" for kind in kinds for field in fields(kind)]
     return keys
 
 

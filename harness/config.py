@@ -7,7 +7,7 @@ Hydra composes a DictConfig against these schemas; :func:`to_config` turns it in
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -74,6 +74,8 @@ class DataConfig:
         if paths is not None and not (isinstance(paths, list) and all(isinstance(p, str) for p in paths)):
             raise ConfigError(f"data.path={self.path}: must be a path or a list of paths")
         self.path = paths
+        if self.kind == "text" and not paths:
+            raise ConfigError("data.path: data=text needs data.path=FILE_FOLDER_OR_GLOB")
         if self.kind == "hub" and (self.name is None) == (self.path is None):
             raise ConfigError("data=hub: needs either data.name=DATASET or data.path=SAVED_FOLDER")
 
@@ -260,7 +262,7 @@ class Config:
             raise ConfigError(f"study={self.study!r}: must be a plain folder name")
 
 
-GROUPS = {
+GROUPS: dict[str, dict[str, type]] = {
     "model": {"model": ModelConfig},
     "data": {"data": DataConfig},
     "batch": {"batch": BatchConfig},
@@ -286,6 +288,12 @@ def to_config(composed: DictConfig) -> Config:
     Raises:
         ConfigError: in one line, for a missing or invalid value.
     """
+    nodes = {f"{key!s}.": composed._get_node(key) for key in composed}
+    for prefix, node in {"": composed, **nodes}.items():
+        schema = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
+        if isinstance(node, DictConfig) and is_dataclass(schema):
+            for key in set(node) - {known.name for known in fields(schema)}:
+                raise ConfigError(f"{prefix}{key}={node[key]}: no such key; see --cfg job for those there are")
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -310,11 +318,14 @@ def dump(config: Config) -> str:
 def load(text: str) -> Config:
     """The inverse of :func:`dump`."""
     values = OmegaConf.create(text)
+    assert isinstance(values, DictConfig)
     schema = OmegaConf.structured(Config)
     for group, schemas in GROUPS.items():
         kind = values[group].get("kind")
         schema[group] = OmegaConf.structured(schemas.get(kind) or next(iter(schemas.values())))
-    return to_config(OmegaConf.merge(schema, values))
+    merged = OmegaConf.merge(schema, values)
+    assert isinstance(merged, DictConfig)
+    return to_config(merged)
 
 
 def resolve(config: Config, world_size: int, on_gpu: bool) -> Config:

@@ -19,13 +19,19 @@ def hf_config(model: ModelConfig) -> Any:
 
     try:
         if model.path is not None:
-            return AutoConfig.from_pretrained(
+            settings = AutoConfig.from_pretrained(
                 local_or_name(model.path), trust_remote_code=model.trust_remote_code, **model.config
             )
-        return AutoConfig.for_model(model.family, **model.config)
+        else:
+            settings = AutoConfig.for_model(model.family or "", **model.config)
+        known = {*vars(type(settings)()), *settings.attribute_map}
     except Exception as error:
         key = f"model.path={model.path}" if model.path is not None else f"model.family={model.family}"
         raise ConfigError(f"{key}: cannot be configured ({' '.join(str(error).split())[:200]})") from error
+    for key in model.config:
+        if key not in known:
+            raise ConfigError(f"model.config.{key}={model.config[key]}: {type(settings).__name__} has no such argument")
+    return settings
 
 
 def local_or_name(path: str) -> str:

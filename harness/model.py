@@ -52,17 +52,14 @@ def set_dropout(settings: Any, probability: float) -> list[str]:
     return changed
 
 
-def build_model(config: Config, dtype: torch.dtype, shard: Callable[[nn.Module], None] | None = None) -> LossModel:
-    """A model in training mode on the CPU, in ``dtype``.
+def meta_model(config: Config) -> Any:
+    """The model of a config with every tensor on the meta device: shapes without memory.
 
-    Args:
-        dtype: of the parameters; weights are drawn in fp32 and then converted.
-        shard: called with each unit as soon as it is filled; ZeRO-3 partitions it here.
+    Raises:
+        ConfigError: when transformers cannot build it, or its loss cannot be normalised over a global batch.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
     settings = hf_config(config.model)
     changed = set_dropout(settings, config.model.dropout)
     if changed:
@@ -82,6 +79,20 @@ def build_model(config: Config, dtype: torch.dtype, shard: Callable[[nn.Module],
         ) from error
     if not getattr(model, "accepts_loss_kwargs", True):
         raise ConfigError(f"model={config.model.name}: its loss cannot be normalised over a global batch")
+    return model
+
+
+def build_model(config: Config, dtype: torch.dtype, shard: Callable[[nn.Module], None] | None = None) -> LossModel:
+    """A model in training mode on the CPU, in ``dtype``.
+
+    Args:
+        dtype: of the parameters; weights are drawn in fp32 and then converted.
+        shard: called with each unit as soon as it is filled; ZeRO-3 partitions it here.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    model = meta_model(config)
     fill = (
         pretrained_filler(config.model, model) if config.model.path is not None else random_filler(config.seed, model)
     )
@@ -236,7 +247,7 @@ def apply_checkpointing(model: Any, checkpointing: CheckpointingConfig) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing.reentrant})
     if checkpointing.mode == "selective":
         for number, block in enumerate(blocks(model)):
-            block.gradient_checkpointing = number % checkpointing.every == 0
+            block.gradient_checkpointing = number % checkpointing.every == 0  # type: ignore[assignment]
 
 
 def attention_of(block: nn.Module) -> nn.Module:
@@ -251,6 +262,13 @@ def recompute(module: nn.Module, reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
     forward = module.forward
-    module.forward = lambda *args, **kwargs: checkpoint(  # type: ignore[method-assign]
-        lambda *a: forward(*a, **kwargs), *args, use_reentrant=reentrant
-    )
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        names = list(kwargs)  # the reentrant kind looks for gradients among positional arguments only
+
+        def call(*values: Any) -> Any:
+            return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+
+        return checkpoint(call, *args, *kwargs.values(), use_reentrant=reentrant)
+
+    module.forward = checkpointed  # type: ignore[method-assign]

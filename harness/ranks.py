@@ -96,12 +96,12 @@ class World:
 
     def init_process_group(self) -> None:
         """Bring up the collectives and this rank's device."""
-        bound = {}
+        bound = None
         if torch.cuda.is_available():
             torch.cuda.set_device(self.device)
-            bound = {"device_id": self.device} if self.size > 1 else {}
+            bound = self.device if self.size > 1 else None
         store = dist.PrefixStore("process_group", self.store)
-        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size, **bound)
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size, device_id=bound)
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -155,7 +155,7 @@ class Watch(threading.Thread):
     def __init__(self, world: World, record: Callable[[Status, str], None] | None, timeout_s: float | None):
         super().__init__(daemon=True, name="watch")
         self.world = world
-        self.store = world.store.clone()  # a connection of its own: the main thread may be waiting on the other
+        self.store: dist.Store = world.store.clone()  # type: ignore[attr-defined]  # a connection of its own: the main thread may be waiting on the other
         self.record = record
         self.deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.timeout_s = timeout_s

@@ -12,7 +12,7 @@ from harness.config import Config
 from harness.ds_config import build_ds_config
 from harness.engines import build_optimizer
 from harness.measure.memory import unique_bytes
-from harness.model import build_model
+from harness.model import build_model, meta_model
 from harness.ranks import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,7 +28,7 @@ class DeepSpeedEngine:
         deepspeed.init_distributed(world.backend, verbose=False)
         self.world = world
         self.stage = config.zero.stage
-        self.n_params = count_parameters(config)
+        self.n_params = sum(p.numel() for p in meta_model(config).parameters())
         self.settings = build_ds_config(config, self.n_params)
         dtype = DTYPES[config.precision]
         shard = self._partition if self.stage == 3 else None
@@ -127,16 +127,3 @@ class DeepSpeedEngine:
 
 def next_dtype(unit: nn.Module) -> torch.dtype | None:
     return next((p.dtype for p in unit.parameters()), None)
-
-
-def count_parameters(config: Config) -> int:
-    """Parameters of a run's model, each tied one once, without allocating them."""
-    from transformers import AutoModelForCausalLM
-
-    from harness.hf_config import hf_config
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            hf_config(config.model), trust_remote_code=config.model.trust_remote_code
-        )
-    return sum(p.numel() for p in model.parameters())
