@@ -83,7 +83,11 @@ def one_line(error: BaseException) -> str:
 def known_keys() -> list[str]:
     """Every key of the configs, dotted."""
     keys = [field.name for field in fields(Config)]
-    schemas = {**{g: [*kinds.values()] for g, kinds in GROUPS.items()}, "lr": [LRConfig], "train": [TrainConfig]}
+    schemas: dict[str, list[type]] = {
+        **{g: [*kinds.values()] for g, kinds in GROUPS.items()},
+        "lr": [LRConfig],
+        "train": [TrainConfig],
+    }
     schemas |= {"launch": [LaunchConfig], "wandb": [WandbConfig]}
     for group, kinds in schemas.items():
         keys += [f"{group}.{field.name}" for kind in kinds for field in fields(kind)]

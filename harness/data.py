@@ -210,7 +210,7 @@ def cut(bounds: np.ndarray, seq_len: int, pack: bool) -> tuple[np.ndarray, np.nd
     if pack:
         starts = np.arange(0, int(bounds[-1]) - seq_len + 1, seq_len) if len(bounds) else np.zeros(0, dtype=np.int64)
         return starts, starts + seq_len
-    document_starts = np.concatenate([[0], bounds[:-1]]).astype(np.int64)
+    document_starts = np.concatenate([[0], bounds])[: len(bounds)].astype(np.int64)
     cuts = [np.arange(s, e, seq_len) for s, e in zip(document_starts, bounds, strict=True)]
     starts = np.concatenate([np.zeros(0, dtype=np.int64), *cuts])
     ends = np.minimum(starts + seq_len, bounds[np.searchsorted(bounds, starts, side="right")])

@@ -57,9 +57,9 @@ class Tracker:
 
     def finish(self, summary: dict[str, Any] | None, completed: bool) -> None:
         """Close the run; anything but completion is marked as crashed."""
+        scalars: dict[str, Any] = {}
         for key, value in (summary or {}).items():
-            if isinstance(value, dict):
-                self.run.summary.update({f"{key}/{name}": number for name, number in value.items()})
-            elif value is not None:
-                self.run.summary[key] = value
+            nested = value if isinstance(value, dict) else {}
+            scalars |= {f"{key}/{name}": number for name, number in nested.items()} or {key: value}
+        self.run.summary.update({key: value for key, value in scalars.items() if value is not None})
         self.run.finish(exit_code=0 if completed else 1)

@@ -92,9 +92,21 @@ def splits(world_size: int) -> list[int]:
     return [per_rank, max(1, per_rank // 4)]
 
 
+SELECTIVE = [
+    "selective",
+    "selective checkpointing.part=attention",
+    "selective checkpointing.part=attention checkpointing.reentrant=true",
+    "full checkpointing.reentrant=true",
+]
 CASES = {
     1: [*itertools.product(range(4), splits(1), ["none"], [[], RAGGED])],
-    2: [*itertools.product(range(4), splits(2), ["none", "full"], [[], RAGGED])],
+    2: [
+        *itertools.product(range(4), splits(2), ["none", "full"], [[], RAGGED]),
+        *itertools.product((0, 3), [2], SELECTIVE, [RAGGED]),
+        *itertools.product((2,), [2], ["none zero.offload_optimizer=true"], [RAGGED]),
+        *itertools.product((3,), [2], ["none zero.offload_optimizer=true zero.offload_params=true"], [RAGGED]),
+        *itertools.product((1, 2), [2], ["none zero.multi_rank_allreduce=false engine.overlap=false"], [RAGGED]),
+    ],
     4: [*itertools.product(range(4), splits(4), ["none"], [RAGGED])],
 }
 
@@ -103,7 +115,14 @@ CASES = {
 def test_worlds_stages_and_splits_equal_one_big_batch(world_size):
     cases = CASES[world_size]
     overrides = [
-        [*TINY, *SGD, f"zero=stage{stage}", f"batch.micro_size={micro}", f"checkpointing={checkpointing}", *data]
+        [
+            *TINY,
+            *SGD,
+            f"zero=stage{stage}",
+            f"batch.micro_size={micro}",
+            *f"checkpointing={checkpointing}".split(),
+            *data,
+        ]
         for stage, micro, checkpointing, data in cases
     ]
     references = {name: plain_loop(compose(*TINY, *SGD, *data)) for name, data in (("", []), ("ragged", RAGGED))}

@@ -23,11 +23,11 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.preload"])
 
 
-def compose(*overrides: str, world_size: int = 1) -> Config:
-    """The resolved config of a command line, for ranks on CPU."""
+def compose(*overrides: str, world_size: int = 1, on_gpu: bool = False) -> Config:
+    """The resolved config of a command line."""
     register_schemas()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve(to_config(hydra_compose("config", list(overrides))), world_size, on_gpu=False)
+        return resolve(to_config(hydra_compose("config", list(overrides))), world_size, on_gpu)
 
 
 def run_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

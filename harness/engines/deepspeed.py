@@ -48,7 +48,11 @@ class DeepSpeedEngine:
         self._held: dict[str, int] = {}
 
     def _partition(self, unit: nn.Module) -> None:
-        deepspeed.zero.Init(module=unit, config_dict_or_path=self.settings, dtype=next_dtype(unit))
+        """Shard a unit's parameters over the ranks; its buffers stay whole."""
+        deepspeed.zero.Init(module=unit, config_dict_or_path=self.settings)
+        for module in unit.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(self.world.device)
 
     def forward_backward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor, last: bool
@@ -123,7 +127,3 @@ class DeepSpeedEngine:
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
                 whole[name.removeprefix("model.")] = parameter.detach().float().cpu().clone()
         return whole
-
-
-def next_dtype(unit: nn.Module) -> torch.dtype | None:
-    return next((p.dtype for p in unit.parameters()), None)
