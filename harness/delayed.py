@@ -181,8 +181,10 @@ class DelayedOptimizer(torch.optim.Optimizer):
                 held.group.add_(gradient)
                 if gradient is not fresh:
                     held.release(gradient)
+            elif gradient is not fresh:
+                held.group = gradient
             else:
-                held.group = gradient.clone() if gradient is fresh else gradient
+                held.group = held.keep(gradient) if p.device == held.device else gradient.clone()
         if update is None or held.group is None:
             return None
         mean, held.group = held.group.div_(len(update.staleness)), None
