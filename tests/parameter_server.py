@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from harness.clock import Clock
 
-torch.set_num_threads(1)  # the models are tiny
-
 SEQUENCES = 8.0
 LAWS = ("constant", "lognormal", "exponential", "stragglers", "trace", "speeds")
 TRACE = ((0.9, 1.3, 0.7, 2.0, 1.1, 0.6, 1.0), (1.0, 1.0, 4.0, 1.0), (0.5, 0.8), (1.2, 1.1, 1.0), (2.0, 1.9))

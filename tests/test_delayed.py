@@ -6,7 +6,15 @@ from collections import Counter
 
 import pytest
 import torch
-from parameter_server import (
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.asynchrony import compensated_gradient, delayed_descent, stability_limit
+from harness.clock import Clock
+from harness.config import AsyncConfig, ConfigError
+from harness.delayed import DelayedOptimizer, check_pending_memory
+from harness.staleness import AsyncSchedule, expected_pending_bytes
+from tests.parameter_server import (
     LAWS,
     SEQUENCES,
     NaiveServer,
@@ -16,14 +24,6 @@ from parameter_server import (
     clock_of,
     worst_distance,
 )
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from harness.asynchrony import compensated_gradient, delayed_descent, stability_limit
-from harness.clock import Clock
-from harness.config import AsyncConfig, ConfigError
-from harness.delayed import DelayedOptimizer, check_pending_memory
-from harness.staleness import AsyncSchedule, expected_pending_bytes
 
 GRADIENTS = 50
 LR = 0.1
@@ -32,6 +32,15 @@ OPTIMIZERS = {
     "momentum": lambda params: torch.optim.SGD(params, lr=LR, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=2e-3, weight_decay=0.1),
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The models are tiny: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def settings(workers: int, **values) -> AsyncConfig:

@@ -1,30 +1,10 @@
 """The `parallel` group: what can be chosen, what is refused in one line, and how it is resolved."""
 
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
 
-from harness.config import (
-    AsyncConfig,
-    Config,
-    ConfigError,
-    SyncConfig,
-    dump,
-    load,
-    register_schemas,
-    resolve,
-    to_config,
-)
+from harness.config import AsyncConfig, ConfigError, SyncConfig, dump, load
 from harness.staleness import AsyncSchedule, SyncSchedule, build_schedule
-
-CONF = Path(__file__).resolve().parent.parent / "conf"
-
-
-def config_of(*overrides: str) -> Config:
-    register_schemas()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return to_config(compose("config", list(overrides)))
+from tests.worlds import compose
 
 
 @pytest.mark.parametrize(
@@ -38,17 +18,15 @@ def config_of(*overrides: str) -> Config:
     ],
 )
 def test_config_survives_dump_and_load(overrides):
-    config = config_of(*overrides)
+    config = compose(*overrides, world_size=2)
     assert load(dump(config)) == config
-    resolved = resolve(config, world_size=2, on_gpu=False)
-    assert load(dump(resolved)) == resolved
 
 
 def test_sync_has_one_worker_per_rank_and_async_its_own():
-    sync = resolve(config_of(), world_size=4, on_gpu=False).parallel
+    sync = compose(world_size=4).parallel
     assert isinstance(sync, SyncConfig) and sync.workers == 4
     assert isinstance(build_schedule(sync, 32, 0), SyncSchedule)
-    async_ = resolve(config_of("+exp=async"), world_size=2, on_gpu=False).parallel
+    async_ = compose("+exp=async", world_size=2).parallel
     assert isinstance(async_, AsyncConfig) and async_.workers == 8
     assert isinstance(build_schedule(async_, 32, 0), AsyncSchedule)
 
@@ -80,21 +58,21 @@ def test_sync_has_one_worker_per_rank_and_async_its_own():
 )
 def test_mistake_is_told_in_one_line(overrides, message):
     with pytest.raises(ConfigError) as error:
-        config_of("+exp=async", *overrides.split())
+        compose("+exp=async", *overrides.split())
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_backup_workers_need_speeds_too():
     with pytest.raises(ConfigError, match="needs one speed for each of 5 workers"):
-        config_of("parallel.workers=4", "parallel.backup_workers=1", "parallel.speeds=[1,1,1,1]")
+        compose("parallel.workers=4", "parallel.backup_workers=1", "parallel.speeds=[1,1,1,1]")
     with pytest.raises(ConfigError, match=r"parallel\.backup_workers=-1"):
-        config_of("parallel.backup_workers=-1")
+        compose("parallel.backup_workers=-1")
 
 
 def test_sync_workers_must_share_the_batch_evenly():
     message = r"parallel\.workers=5: does not divide batch\.global_size=32; nearest valid size: 30 or 35"
     with pytest.raises(ConfigError, match=message):
-        resolve(config_of("parallel.workers=5"), world_size=1, on_gpu=False)
+        compose("parallel.workers=5")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +94,7 @@ def test_bad_trace_is_told_in_one_line(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError) as error:
-        config_of("parallel=async", "parallel.workers=4", "parallel.clock=trace", f"parallel.trace={path}")
+        compose("parallel=async", "parallel.workers=4", "parallel.clock=trace", f"parallel.trace={path}")
     assert f"parallel.trace={path}: " in str(error.value) and message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -124,6 +102,6 @@ def test_bad_trace_is_told_in_one_line(tmp_path, text, message):
 def test_trace_gives_the_times(tmp_path):
     path = tmp_path / "times.csv"
     path.write_text("worker 0,worker 1\n0.5, 1\n0.25, 2\n")
-    config = config_of("parallel.workers=2", "parallel.clock=trace", f"parallel.trace={path}")
+    config = compose("parallel.workers=2", "parallel.clock=trace", f"parallel.trace={path}")
     schedule = build_schedule(config.parallel, 32, seed=0)
     assert [schedule.advance()[0].time_s for _ in range(2)] == [16, 48]

@@ -4,7 +4,6 @@ import json
 from collections import Counter
 
 import pytest
-from parameter_server import LAWS, clock_of
 
 from harness.clock import Clock
 from harness.config import AsyncConfig, SyncConfig
@@ -18,6 +17,7 @@ from harness.staleness import (
     staleness_bound,
     total_staleness,
 )
+from tests.parameter_server import LAWS, clock_of
 
 
 def run(schedule: AsyncSchedule, gradients: int, drain: bool = True) -> list[Arrival]:
