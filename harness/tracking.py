@@ -27,7 +27,7 @@ def decide_mode(settings: WandbConfig) -> str:
 class Tracker:
     """One W&B run: config, one log call per row of metrics, scalars in the summary, the right exit state."""
 
-    def __init__(self, config: Config, run: RunDir, derived: dict[str, Any]):
+    def __init__(self, config: Config, run: RunDir):
         import wandb
 
         os.environ.pop("WANDB_RUN_ID", None)
@@ -42,7 +42,7 @@ class Tracker:
             name=run.path.name,
             group=config.study,
             job_type=job_type(config),
-            config={**asdict(config), "derived": derived},
+            config=asdict(config),
             dir=str(run.path),
             settings=wandb.Settings(console="off", silent=True, save_code=False),
         )
@@ -50,6 +50,9 @@ class Tracker:
             self.run.define_metric(axis)
         self.run.define_metric("*", step_metric="samples")
         self.offline_dir = os.path.dirname(self.run.dir) if mode == "offline" else None
+
+    def add_config(self, values: dict[str, Any]) -> None:
+        self.run.config.update(values)
 
     def log(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:

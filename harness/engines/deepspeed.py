@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any
 
 import deepspeed
@@ -19,6 +20,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # On CPU DeepSpeed would compile a shared-memory collective at start-up. Only its inference all-reduce uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# DeepSpeed looks at every optimizer for its Muon, whose module imports torch's whole compiler to decorate two functions.
+with unittest.mock.patch("torch.compile", lambda *_, **__: lambda function: function):
+    import deepspeed.runtime.zero.muon.original_muon
 
 
 class DeepSpeedEngine:
