@@ -14,12 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
-from harness.compose import check_gpus, decide
 from harness.config import Config, total_steps
-from harness.display import Display, print_outcome
-from harness.environment import RANK_VARIABLES, oom_kills, visible_gpus
+from harness.display import Display
+from harness.environment import RANK_VARIABLES, alive, launchers, oom_kills
 from harness.rundir import RunDir
 
 MAIN = Path(__file__).resolve().parent / "main.py"
@@ -28,28 +25,21 @@ GRACE_S = 30.0  # from telling a world to end until it is killed
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class Stopped(Exception):
-    """This process was told to stop."""
+class Stopped(BaseException):
+    """This process was told to stop, or nobody waits for it any more."""
 
 
-def launch_composed(composed: DictConfig) -> int:
-    """Run one composed config in a world of its own; the exit code: 0 only for a completed run."""
-    gpus = visible_gpus()
-    asked = composed.launch.world_size
-    world_size = asked if isinstance(asked, int) and asked > 0 else (gpus or 1)
-    check_gpus(world_size, gpus)
-    config = decide(composed, world_size, gpus)
-    run = RunDir.create(config)
-    launch(config, run)
-    status = run.read_status() or {}
-    print_outcome(sys.stdout, str(run.path), status, run.read_summary())
-    return 0 if status.get("status") == "completed" else 1
+def launch(config: Config, run: RunDir, title: str, note: str = "") -> None:
+    """Start a world on a run's directory and wait for its end, which ``status.json`` tells afterwards.
 
+    Args:
+        title, note: shown with the progress.
 
-def launch(config: Config, run: RunDir) -> None:
-    """Start a world on a run's directory and wait for its end, which ``status.json`` tells afterwards."""
+    Raises:
+        Stopped: when this process was told to stop; the world has ended and its run is recorded.
+    """
     assert config.launch.world_size is not None
-    display = Display(sys.stderr, total_steps(config), run.path.name)
+    display = Display(sys.stderr, total_steps(config), title, note)
     kills_before = oom_kills()
     with stop_signals():
         log = open(run.logs / "launcher.log", "ab")  # noqa: SIM115
@@ -58,15 +48,17 @@ def launch(config: Config, run: RunDir) -> None:
             env=world_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         log.close()
+        ended = None
         try:
             ended = wait(world, run, display, config.launch.timeout_s)
         except Stopped as stop:
             end_world(world)
             ended = ("killed", str(stop))
+            raise
         finally:
             display.close()
             kill_group(world.pid)
-    record_end(run, ended, kills_before)
+            record_end(run, ended, kills_before)
 
 
 def wait(
@@ -74,8 +66,11 @@ def wait(
 ) -> tuple[str, str] | None:
     """Show progress until the world ends; what this process had to do about it, if anything."""
     started, seen = time.monotonic(), 0
+    above = launchers()
     while world.poll() is None:
         time.sleep(POLL_S)
+        if not all(alive(process) for process in above):
+            raise Stopped("its launcher vanished")
         rows = new_rows(run, seen)
         if rows:
             seen += len(rows)
