@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,29 @@ def make_run(
             run.write_summary(summary_of(config, **summary))
     run.write_status(status, reason)
     return run
+
+
+def make_study(runs_dir: Path, seeds: int, rates: tuple[float, ...], steps: int = 150, study: str = "large") -> int:
+    """A study of 4 stages x 5 world sizes x learning rates x seeds, some of it failed; returns how many runs."""
+    base = resolved(runs_dir, "batch.global_size=32", f"train.steps={steps}", study=study)
+    rows = metric_rows(base)
+    count = 0
+    for stage in range(4):
+        for world in (1, 2, 4, 8, 16):
+            for number, lr in enumerate(rates):
+                for seed in range(seeds):
+                    config = replace(
+                        base,
+                        zero=replace(base.zero, stage=stage),
+                        lr=replace(base.lr, base=lr),
+                        launch=replace(base.launch, world_size=world),
+                        batch=replace(base.batch, per_rank_size=32 // world, micro_size=32 // world),
+                        seed=seed,
+                    )
+                    if stage == 0 and world == 1 and number == 0:
+                        make_run(config, "oom", "CUDA out of memory on rank 0", rows=rows[:40])
+                    else:
+                        rate = 1000.0 * world * 0.9 ** (world.bit_length() - 1) * (1 + 0.01 * seed)
+                        make_run(config, rows=rows, tokens_per_s=rate, final_loss=2.0 + lr + 0.01 * seed)
+                    count += 1
+    return count

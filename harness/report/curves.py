@@ -5,11 +5,13 @@ A curve without data is left out, with its reason. Points that did not complete 
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.report.scaling import Spread
-from harness.report.series import Point, label_of, natural, part_of
+from harness.report.series import Point, label_of, natural
 
 RANKS_LABEL = "ranks (world size)"
 
@@ -80,6 +82,8 @@ class Bars:
     rows: list[str]
     panels: list[BarPanel]
     note: str = ""
+    missing: dict[int, str] = field(default_factory=dict)  # how the points ended that have no bar, by row
+    named: bool = False  # the parts are named even if there is one
 
 
 @dataclass
@@ -132,41 +136,53 @@ MOST_PANELS = 6
 
 
 def split_panel(panel: Panel) -> list[Panel]:
-    """A panel with many lines as several, one per value of the varied key that divides the lines best.
+    """A panel with many lines as several, divided by one or two of the varied keys, by words rather than by sizes.
 
     What a panel's title says is no longer part of its labels, and lines that agree in the rest share a colour.
     """
     lines = [line for line in panel.lines if not line.ideal]
-    if len(lines) <= MOST_LINES:
-        return [panel]
     keys = list(dict.fromkeys(key for line in lines for key in line.values))
-    values = {key: {line.values.get(key) for line in lines} for key in keys}
-    sizes = {
-        key: max(sum(line.values.get(key) == value for line in lines) for value in found)
-        for key, found in values.items()
-        if 2 <= len(found) <= MOST_PANELS
-    }
-    if not sizes:
+    if len(lines) <= MOST_LINES or not keys:
         return [panel]
-    fitting = [key for key in sizes if sizes[key] <= MOST_LINES]
-    key = min(fitting, key=lambda key: len(values[key])) if fitting else min(sizes, key=lambda key: sizes[key])
+    choices = [(key,) for key in keys] + list(itertools.combinations(keys, 2))
+    counts = {choice: Counter(part_values(line, choice) for line in lines) for choice in choices}
+    counts = {choice: count for choice, count in counts.items() if 2 <= len(count) <= MOST_PANELS}
+    if not counts:
+        return [panel]
+    keys_of = min(counts, key=lambda choice: cost(choice, counts[choice]))
     colors: dict[str, int] = {}
     panels = []
-    for value in sorted(values[key], key=natural):
-        part = [
-            without(line, key, colors)
-            for line in panel.lines
-            if line.values.get(key, value if line.ideal else None) == value
-        ]
-        title = ": ".join(text for text in (panel.title.split(":")[0], part_of(key, value)) if text)
-        panels.append(replace(panel, title=title, lines=part))
+    for values in sorted(counts[keys_of], key=lambda values: [natural(value) for value in values]):
+        part = [without(line, keys_of, colors, panel.steps) for line in panel.lines if belongs(line, keys_of, values)]
+        text = label_of(dict(zip(keys_of, values, strict=True)))
+        panels.append(
+            replace(panel, title=": ".join(each for each in (panel.title.split(":")[0], text) if each), lines=part)
+        )
     return panels
 
 
-def without(line: Line, key: str, colors: dict[str, int]) -> Line:
+def part_values(line: Line, keys: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(line.values.get(key) for key in keys)
+
+
+def belongs(line: Line, keys: tuple[str, ...], values: tuple[Any, ...]) -> bool:
+    """Whether a line has these values; an ideal belongs everywhere that it does not contradict."""
+    return all(
+        line.values.get(key, value if line.ideal else None) == value for key, value in zip(keys, values, strict=True)
+    )
+
+
+def cost(keys: tuple[str, ...], count: Counter[tuple[Any, ...]]) -> tuple[int, ...]:
+    """Smaller is better: lines too many for a panel, keys whose values have an order, panels."""
+    sizes = sum(any(isinstance(values[i], int | float) for values in count) for i in range(len(keys)))
+    return (max(0, max(count.values()) - MOST_LINES), sizes, len(count))
+
+
+def without(line: Line, keys: tuple[str, ...], colors: dict[str, int], steps: bool) -> Line:
     """The line without what the title of its panel says; its colour is that of the rest."""
     if line.ideal:
         return line
-    rest = {name: value for name, value in line.values.items() if name != key}
-    name = label_of(rest)
-    return replace(line, label=name + line.suffix, color=colors.setdefault(name, len(colors)), values=rest)
+    rest = {key: value for key, value in line.values.items() if key not in keys}
+    label = label_of(rest)
+    color = colors.setdefault(label, len(colors))
+    return replace(line, label=label + line.suffix, color=color, dash=line.dash if steps else color, values=rest)

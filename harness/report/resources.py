@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from harness.report.curves import (
@@ -17,7 +20,7 @@ from harness.report.curves import (
 )
 from harness.report.record import Run
 from harness.report.scaling import Spread
-from harness.report.series import RANKS, Comparison, Point, Series, label_of
+from harness.report.series import RANKS, Comparison, Point, Series, label_of, natural
 from harness.report.throughput import by_kind, several_worlds
 
 MEMORY = {
@@ -31,7 +34,7 @@ UNSHARDED = ("ZeRO-0", "DDP")
 
 def step_times(comparison: Comparison, series: list[Series]) -> Curve | Bars | LeftOut:
     """Median step time with the 90th percentile as whisker, both medians over seeds."""
-    slug, title = "step_time", "Step time: median, and 90th percentile as whisker"
+    slug, title = "step_time", "Step time (whisker: 90th percentile)"
     if several_worlds(series):
 
         def fill(each: Series, line: Line) -> None:
@@ -41,17 +44,18 @@ def step_times(comparison: Comparison, series: list[Series]) -> Curve | Bars | L
                     line.add(ranks, value)
 
         return Curve(slug, title, by_kind(series, "step time (s)", fill, "seconds"))
-    rows, values = [], []
-    for each in comparison.by_run():
-        value = step_time(Point(each.runs))
-        if value:
-            rows.append(each.label)
-            values.append(value)
-    if not rows:
+    points = [(each.label, Point(each.runs)) for each in comparison.by_run()]
+    values = [step_time(point) for _, point in points]
+    if not any(values):
         return LeftOut(slug, title, "no completed run has step times")
-    medians, ends = [value.median for value in values], [value.high for value in values]
+    medians, ends = ([getattr(value, part) if value else 0.0 for value in values] for part in ("median", "high"))
     panel = BarPanel("", "step time (s)", {"median": medians}, "seconds", reach=ends)
-    return Bars(slug, title, rows, [panel])
+    return Bars(slug, title, [label for label, _ in points], [panel], missing=missing_rows(points))
+
+
+def missing_rows(points: list[tuple[str, Point]]) -> dict[int, str]:
+    """How the points ended in which nothing completed, by row."""
+    return {row: ", ".join(point.statuses) for row, (_, point) in enumerate(points) if not point.completed}
 
 
 def step_time(point: Point) -> Spread | None:
@@ -71,11 +75,17 @@ def memory(comparison: Comparison, series: list[Series]) -> Curve | Bars | LeftO
         return LeftOut(slug, title, "no run has measured its memory")
     if not several_worlds(series):
         return memory_bars(slug, title, comparison, known)
+    points = [(each.values, memory_of(each)) for each in comparison.by_run()]
+    told_apart = deciding_keys([point for point in points if None not in point[1]], comparison.varied, close)
+    series = comparison.series(lambda run: (RANKS, *(key for key in comparison.varied if key not in told_apart)))
     panels = []
     for key in known:
         lines = []
-        for color, each in enumerate(series):
-            line = Line(each.label, color=color, marks=marks_of(each.by_ranks()), values=each.values)
+        colors: dict[str, int] = {}
+        for each in series:
+            line = Line(each.label, marks=marks_of(each.by_ranks()), values=each.values, dash=each.kind == "weak")
+            rest = label_of({name: value for name, value in each.values.items() if name != "batch.kind"})
+            line.color = colors.setdefault(rest, len(colors))
             for ranks, point in each.by_ranks().items():
                 value = point.spread(key)
                 if value:
@@ -86,14 +96,15 @@ def memory(comparison: Comparison, series: list[Series]) -> Curve | Bars | LeftO
             lines += ideal_shares(series, key)
             panels.append(Panel(MEMORY[key], RANKS_LABEL, "bytes per rank", lines, "bytes", steps=True))
     note = "Grey, dashed: an ideal 1/N share of what one rank holds without sharding."
+    if len(told_apart) < len(comparison.varied):
+        note += " What varies in the study and changes memory by less than 5 % is not told apart."
     return Curve(slug, title, panels, note) if panels else LeftOut(slug, title, "no completed run measured its memory")
 
 
 def memory_bars(slug: str, title: str, comparison: Comparison, known: list[str]) -> Bars | LeftOut:
     """The same for a single world size: a bar per point."""
     points = [(each.label, Point(each.runs)) for each in comparison.by_run()]
-    points = [(label, point) for label, point in points if any(point.median(key) is not None for key in known)]
-    if not points:
+    if not any(point.median(key) is not None for _, point in points for key in known):
         return LeftOut(slug, title, "no completed run measured its memory")
     panels = []
     for key in known:
@@ -104,7 +115,8 @@ def memory_bars(slug: str, title: str, comparison: Comparison, known: list[str])
                 MEMORY[key], "bytes per rank", {MEMORY[key]: values}, ideal=shares[0] if len(shares) == 1 else None
             )
         )
-    return Bars(slug, title, [label for label, _ in points], panels, "Grey, dashed: an ideal 1/N share.")
+    note = "Grey, dashed: an ideal 1/N share." if any(panel.ideal for panel in panels) else ""
+    return Bars(slug, title, [label for label, _ in points], panels, note, missing_rows(points))
 
 
 def ideal_shares(series: list[Series], key: str) -> list[Line]:
@@ -150,13 +162,14 @@ def communication(comparison: Comparison) -> Bars | LeftOut:
     if not any(sum(sent.values()) for _, sent in points):
         return LeftOut(slug, title, "no run sent anything")
     keys = deciding_keys(points, comparison.varied)
+    points.sort(key=lambda point: [natural(point[0].get(key)) for key in keys])
     rows: dict[str, dict[str, float]] = {}
     for values, sent in points:
         rows.setdefault(label_of({key: values[key] for key in keys if key in values}), sent)
     operations = sorted({operation for sent in rows.values() for operation in sent})
     parts = {operation: [sent.get(operation, 0.0) for sent in rows.values()] for operation in operations}
     note = "Input bytes of every call. What varies in the study and does not change them is not told apart."
-    return Bars(slug, title, list(rows), [BarPanel("", "bytes per update and rank", parts)], note)
+    return Bars(slug, title, list(rows), [BarPanel("", "bytes per update and rank", parts)], note, named=True)
 
 
 def sent_bytes(runs: list[Run]) -> dict[str, float] | None:
@@ -171,19 +184,32 @@ def sent_bytes(runs: list[Run]) -> dict[str, float] | None:
     }
 
 
-def deciding_keys(points: list[tuple[dict[str, Any], Any]], keys: list[str]) -> list[str]:
+def memory_of(series: Series) -> tuple[float | None, ...]:
+    return tuple(Point(series.runs).median(key) for key in MEMORY)
+
+
+def close(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Whether all numbers agree to 5 %."""
+    return all(math.isclose(a, b, rel_tol=0.05) for a, b in zip(one, other, strict=True))
+
+
+def deciding_keys(
+    points: list[tuple[dict[str, Any], Any]], keys: list[str], agree: Callable[[Any, Any], bool] = operator.eq
+) -> list[str]:
     """The fewest keys that explain the values of the points: each of the others is dropped if nothing changes."""
     kept = list(keys)
     for key in reversed(keys):
         if key in (RANKS, "sharding"):
             continue
         rest = [each for each in kept if each != key]
-        if explain(points, rest):
+        if explain(points, rest, agree):
             kept = rest
     return kept
 
 
-def explain(points: list[tuple[dict[str, Any], Any]], keys: list[str]) -> bool:
-    """Whether points that agree in ``keys`` agree in their value."""
+def explain(points: list[tuple[dict[str, Any], Any]], keys: list[str], agree: Callable[[Any, Any], bool]) -> bool:
+    """Whether points that are the same in ``keys`` agree in their value."""
     found: dict[Any, Any] = {}
-    return all(found.setdefault(tuple(values.get(key) for key in keys), value) == value for values, value in points)
+    return all(
+        agree(found.setdefault(tuple(values.get(key) for key in keys), value), value) for values, value in points
+    )

@@ -84,7 +84,7 @@ class Series:
 
     label: str
     values: dict[str, Any]  # of the keys that tell the series of a study apart
-    kind: str  # `strong` or `weak`
+    kind: str  # `strong`, `weak`, or empty where both are on one line
     runs: list[Run]
 
     def points(self, x: Callable[[Run], int | None]) -> dict[int, Point]:
@@ -129,7 +129,8 @@ class Comparison:
         for run, setting in zip(self.runs, self.settings, strict=True):
             left_out = set(without(run))
             key = tuple((key, setting[key]) for key in self.varied if key not in left_out and key in setting)
-            groups[(*key, ("kind", run.config["batch.kind"]))].append(run)
+            kind = "" if "batch.kind" in left_out else run.config["batch.kind"]
+            groups[(*key, ("kind", kind))].append(run)
         found = []
         for pairs in sorted(groups, key=lambda pairs: [(self.rank_of(key), natural(value)) for key, value in pairs]):
             values = dict(pairs)

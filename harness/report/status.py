@@ -29,5 +29,4 @@ def status_matrix(comparison: Comparison) -> Matrix:
             cell[run.status] = cell.get(run.status, 0) + 1
         cells.append(row)
     names = ["unknown" if value is None else str(value) for value in columns]
-    rows = [each.label if len({s.kind for s in series}) == 1 else f"{each.label} ({each.kind})" for each in series]
-    return Matrix(slug, title, x_label, names, rows, cells)
+    return Matrix(slug, title, x_label, names, [each.label for each in series], cells)

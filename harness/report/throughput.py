@@ -13,7 +13,7 @@ from harness.report.scaling import (
     strong_efficiency,
     weak_efficiency,
 )
-from harness.report.series import Series
+from harness.report.series import Series, label_of
 
 KINDS = {
     "strong": "strong scaling: the global batch stays",
@@ -45,18 +45,27 @@ def by_kind(
 ) -> list[Panel]:
     """A panel for strong and one for weak scaling, each with a line per series that ``fill`` puts numbers into."""
     panels = []
+    colors: dict[str, int] = {}
     for kind, title in KINDS.items():
         lines = []
-        for color, each in enumerate(series):
+        for each in series:
             if each.kind != kind:
                 continue
-            line = Line(each.label, color=color, marks=marks_of(each.by_ranks()), values=each.values)
+            line = line_of(each, colors)
+            line.marks = marks_of(each.by_ranks())
             fill(each, line)
             if line.x or line.marks:
                 lines.append(line)
         if any(line.x for line in lines):
             panels.append(Panel(title, RANKS_LABEL, y_label, lines, quantity, steps=True))
     return panels
+
+
+def line_of(series: Series, colors: dict[str, int], suffix: str = "") -> Line:
+    """An empty line; its panel says whether it is strong or weak scaling, so its label and colour do not."""
+    values = {key: value for key, value in series.values.items() if key != "batch.kind"}
+    label = series.label if len(values) == len(series.values) else label_of(values)
+    return Line(label + suffix, color=colors.setdefault(label, len(colors)), values=values, suffix=suffix)
 
 
 def tokens_per_s(series: list[Series]) -> Curve | LeftOut:
@@ -113,8 +122,8 @@ def efficiencies(series: list[Series]) -> Curve | LeftOut:
     panels = by_kind(series, "efficiency", fill, "percent")
     for panel in panels:
         panel.y_label = {
-            KINDS["strong"]: "strong efficiency N₀T₀/(NT)",
-            KINDS["weak"]: "weak efficiency (tokens/s/rank)ₙ/(…)ₙ₀",
+            KINDS["strong"]: "strong efficiency: N0 T0 / (N T)",
+            KINDS["weak"]: "weak efficiency: tokens/s/rank over baseline",
         }[panel.title]
         add_ideal(panel)
     return Curve(slug, title, panels, baselines(series))
@@ -127,29 +136,33 @@ def time_to_loss_efficiencies(series: list[Series]) -> Curve | LeftOut:
     if not several_worlds(series):
         return LeftOut(slug, title, why_no_scaling(series))
     panels = []
+    colors: dict[str, int] = {}
+    sizes = set()
     for kind, kind_title in KINDS.items():
         lines = []
-        for color, each in enumerate(series):
+        for each in series:
             critical = critical_batch_size(each)
             hardware = efficiency(each)
             if each.kind != kind or critical is None or not hardware:
                 continue
-            alone = Line(f"{each.label}: hardware", color=color, values=each.values, suffix=": hardware")
-            suffix = f": times 1/(1+B/{critical:.0f})"
-            both = Line(each.label + suffix, color=color, dash=1, values=each.values, suffix=suffix)
+            sizes.add(f"{critical:.0f}")
+            alone, both = line_of(each, colors), line_of(each, colors, " towards a loss")
+            both.dash = 1
             points = each.by_ranks()
             for ranks, value in hardware.items():
                 batch = points[ranks].runs[0].global_batch_size
                 assert batch is not None
-                share = batch_efficiency(batch, critical)
                 alone.add(ranks, value)
-                both.add(ranks, value.times(share))
+                both.add(ranks, value.times(batch_efficiency(batch, critical)))
             lines += [alone, both]
         if lines:
             panels.append(Panel(kind_title, RANKS_LABEL, "efficiency", lines, "percent", steps=True))
     for panel in panels:
         add_ideal(panel)
-    note = "Dashed: times 1/(1+B/B_crit), the samples that a large batch does not waste. B, B_crit in sequences."
+    note = (
+        f"Towards a loss: scaling efficiency times 1/(1 + B/B_crit), the samples that a large batch does not waste; "
+        f"B_crit = {' or '.join(sorted(sizes))} sequences."
+    )
     return Curve(slug, title, panels, note) if panels else LeftOut(slug, title, "no series has an efficiency")
 
 
