@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,16 @@ ENVIRONMENT = {
 }
 
 
-def composed(runs_dir: Path, *overrides: str, study: str = "study") -> Config:
-    """A config as Hydra composes it, not resolved."""
+@cache
+def compose_config(overrides: tuple[str, ...]) -> Config:
     register_schemas()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return to_config(compose("config", [f"study={study}", f"runs_dir={runs_dir}", *overrides]))
+        return to_config(compose("config", list(overrides)))
+
+
+def composed(runs_dir: Path, *overrides: str, study: str = "study") -> Config:
+    """A config as Hydra composes it, not resolved."""
+    return replace(compose_config(overrides), runs_dir=str(runs_dir), study=study)
 
 
 def resolved(runs_dir: Path, *overrides: str, world_size: int = 1, study: str = "study") -> Config:

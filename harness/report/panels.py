@@ -37,7 +37,7 @@ def draw_panel(axis: Axes, panel: Panel) -> dict[str, Any]:
     for line in panel.lines:
         if line.ideal:
             y = [value * scale for value in line.y]
-            entries[line.label] = axis.plot(line.x, y, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)[0]
+            entries[line.label] = axis.plot(line.x, y, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=3)[0]
     for number, line in enumerate(measured):
         shift = 2 ** ((number - (len(measured) - 1) / 2) * 0.03) if panel.steps and spreads and not gradient else 1.0
         color = gradient(number / (len(measured) - 1)) if gradient else COLORS[line.color % len(COLORS)]
@@ -139,7 +139,7 @@ def draw_ended_curves(axis: Axes, measured: list[Line], scale: float) -> None:
             named.add(mark.status)
             count = sum(each.status == mark.status for each in line.marks)
             axis.annotate(
-                counted(mark.status, count), (x, y), (-5 if x > right else 5, -11), textcoords="offset points",
+                counted(mark.status, count), (x, y), (-7 if x > right else 7, -11), textcoords="offset points",
                 ha="right" if x > right else "left", fontsize=7, color=color, annotation_clip=False,
                 bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.5},
             )  # fmt: skip

@@ -23,12 +23,10 @@ PER_RANK = "batch.per_rank_size"  # the other way round
 MICRO = "batch.micro_size"
 NO_ACCUMULATION = "no accumulation"
 
-# Never a difference between runs: what is not hashed, what makes the spread, and other commands' keys.
+# Never a difference between runs: what is not hashed, what makes the spread, other commands' keys, places on a machine.
+OTHER_KEYS = ("seed", "plan", "hydra", "launch.rerun", "train.resume", "data.cache_dir")
 IGNORED = re.compile(
-    "|".join(
-        f"{re.escape(key)}($|\\.)"
-        for key in (*(".".join(keys) for keys in NOT_HASHED), "seed", "plan", "hydra", "launch.rerun", "train.resume")
-    )
+    "|".join(f"{re.escape(key)}($|\\.)" for key in (*(".".join(keys) for keys in NOT_HASHED), *OTHER_KEYS))
 )
 
 # A key that starts with the first is no difference of its own when it is a function of those of the second.
@@ -118,10 +116,11 @@ class Comparison:
         self.varied = varied_keys(runs, self.settings)
 
     def constant(self) -> dict[str, Any]:
-        """What is the same in all runs."""
-        keys = set.intersection(*(set(setting) for setting in self.settings)) if self.settings else set()
-        first = self.settings[0] if self.settings else {}
-        return {key: first[key] for key in sorted(keys) if all(s[key] == first[key] for s in self.settings)}
+        """What is the same in all runs; a run that was refused counts only if there are no others."""
+        pairs = list(zip(self.runs, self.settings, strict=True))
+        settings = [setting for run, setting in pairs if run.resolved] or self.settings
+        first = settings[0]
+        return {key: first[key] for key in sorted(first) if all(key in s and s[key] == first[key] for s in settings)}
 
     def series(self, without: Callable[[Run], Iterable[str]] = lambda run: (RANKS,)) -> list[Series]:
         """Series told apart by every varied key but those in ``without``; the default is for an x-axis of ranks."""

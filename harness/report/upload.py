@@ -12,6 +12,7 @@ from harness.report.record import Run
 from harness.report.table import Row
 
 Content = dict[str, Any]
+MOST_ROWS = 10_000  # of a table behind a chart, by W&B's limit
 
 
 def upload_report(folder: Path, pictures: list[Picture], rows: list[Row], runs: list[Run], mode: str) -> str:
@@ -54,10 +55,11 @@ def decide_mode(mode: str) -> Any:
     """``auto`` is online only with an API key, from the environment or netrc; decided before W&B is asked anything."""
     if mode != "auto":
         return mode
+    import wandb
     from requests.utils import get_netrc_auth
 
-    host = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
-    return "online" if os.environ.get("WANDB_API_KEY") or get_netrc_auth(host) else "offline"
+    hosts = (wandb.Settings().base_url, "https://api.wandb.ai")
+    return "online" if os.environ.get("WANDB_API_KEY") or any(map(get_netrc_auth, hosts)) else "offline"
 
 
 def table_data(rows: list[Row]) -> list[list[Any]]:
@@ -79,11 +81,12 @@ def line_series(curve: Curve) -> Content:
     charts: Content = {}
     for number, panel in enumerate(curve.panels):
         lines = [line for line in panel.lines if line.x]
+        every = -(-sum(len(line.x) for line in lines) // MOST_ROWS)
         title = ": ".join(text for text in (curve.title, panel.title, panel.y_label) if text)
         name = f"curves/{curve.slug}" + (f"_{number + 1}" if len(curve.panels) > 1 else "")
         charts[name] = wandb.plot.line_series(
-            xs=[line.x for line in lines],
-            ys=[line.y for line in lines],
+            xs=[line.x[::every] for line in lines],
+            ys=[line.y[::every] for line in lines],
             keys=[line.label for line in lines],
             title=title,
             xname=panel.x_label,
