@@ -35,6 +35,7 @@ from harness.report.runs import read_runs
 from harness.report.scaling import batch_efficiency, spread, strong_efficiency, weak_efficiency
 from harness.report.series import Comparison
 from harness.report.status import status_matrix
+from harness.report.table import run_rows
 from harness.report.upload import decide_mode
 from harness.rundir import write_json
 
@@ -205,8 +206,10 @@ def test_the_baseline_is_the_smallest_world_that_completed(tmp_path):
     make_run(resolved(tmp_path, world_size=1), "oom", "CUDA out of memory")
     for world, rate in ((2, 1000.0), (4, 1500.0)):
         make_run(resolved(tmp_path, world_size=world), tokens_per_s=rate)
-    line = lines(throughput.efficiencies(compare(tmp_path / "study").by_ranks()))["all runs"]
+    comparison = compare(tmp_path / "study")
+    line = lines(throughput.efficiencies(comparison.by_ranks()))["all runs"]
     assert (line.x, line.y) == ([2, 4], pytest.approx([1.0, 0.75]))
+    assert [row["efficiency"] for row in run_rows(comparison)] == [None, pytest.approx(1.0), pytest.approx(0.75)]
     assert [(mark.x, mark.status, mark.count) for mark in line.marks] == [(1, "oom", 1)]
 
 
