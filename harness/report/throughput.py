@@ -123,7 +123,7 @@ def efficiencies(series: list[Series]) -> Curve | LeftOut:
     for panel in panels:
         panel.y_label = {
             KINDS["strong"]: "strong efficiency: N0 T0 / (N T)",
-            KINDS["weak"]: "weak efficiency: tokens/s/rank over baseline",
+            KINDS["weak"]: "weak efficiency (rate per rank kept)",
         }[panel.title]
         add_ideal(panel)
     return Curve(slug, title, panels, baselines(series))
