@@ -14,17 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_factory import (
-    ENVIRONMENT,
-    PARAMETERS,
-    composed,
-    loss_at,
-    make_run,
-    make_study,
-    metric_rows,
-    resolved,
-    summary_of,
-)
 
 from harness.config import ConfigError
 from harness.report import losses, resources, throughput, wandb_api, write_report
@@ -36,8 +25,18 @@ from harness.report.scaling import batch_efficiency, spread, strong_efficiency, 
 from harness.report.series import Comparison
 from harness.report.status import status_matrix
 from harness.report.table import run_rows
-from harness.report.upload import decide_mode
 from harness.rundir import write_json
+from tests.run_factory import (
+    ENVIRONMENT,
+    PARAMETERS,
+    composed,
+    loss_at,
+    make_run,
+    make_study,
+    metric_rows,
+    resolved,
+    summary_of,
+)
 
 
 def compare(*folders: Path) -> Comparison:
@@ -257,6 +256,15 @@ def test_memory_falls_with_the_ranks_as_sharded_and_the_ideal_is_one_over_n(tmp_
     assert parameters["ZeRO-2"].y == [whole] * 3
     assert parameters["ZeRO-3"].y == parameters["ideal 1/N"].y == [whole, whole / 2, whole / 4]
     assert lines(found, 2)["ZeRO-1"].y == [2 * whole, whole, whole / 2]
+
+
+def test_the_ideal_share_is_of_what_is_held_without_sharding(tmp_path):
+    for stage, held in ((0, [100.0, 100.0]), (3, [150.0, 75.0])):  # stage 3 alone holds copies of its own
+        for world, value in zip((1, 2), held, strict=True):
+            make_run(resolved(tmp_path, f"zero=stage{stage}", world_size=world), grad_bytes=value)
+    comparison = compare(tmp_path / "study")
+    found = lines(resources.memory(comparison, comparison.by_ranks()), 1)
+    assert (found["ZeRO-3"].y, found["ideal 1/N"].y) == ([150.0, 75.0], [100.0, 50.0])
 
 
 def test_what_does_not_change_memory_makes_no_line(tmp_path):
@@ -637,6 +645,13 @@ def test_the_same_report_from_disk_and_from_wandb(tmp_path, monkeypatch):
     assert theirs == mine
 
 
+def test_what_is_null_on_disk_may_be_absent_in_wandb(tmp_path):
+    config = resolved(tmp_path)
+    known = {key: value for key, value in summary_of(config, final_loss=None).items() if value is not None}
+    [record], skipped = wandb_api.to_runs([recorded_run("run", config, **known)])
+    assert record.number("final_loss") is None and not skipped
+
+
 def test_wandb_runs_that_are_not_ours_are_named_and_skipped(tmp_path):
     config = resolved(tmp_path)
     good = recorded_run("good", config, rows=metric_rows(config, steps=2), **summary_of(config))
@@ -665,13 +680,13 @@ def test_of_two_wandb_runs_of_the_same_config_the_newest_counts(tmp_path):
 def test_flat_keys_and_not_finite_numbers_of_wandb_are_understood(tmp_path):
     config = resolved(tmp_path)
     summary = summary_of(config, final_loss="NaN")
-    summary["comm_bytes_per_step.all_reduce"] = 8
+    summary["comm_bytes_per_step/all_reduce"] = 8
     del summary["comm_bytes_per_step"]
-    rows = [{"samples": 32, "loss": "Infinity", "wall_s": 1.0}, {"_step": 3, "gpu": 1}]
+    rows = [{"samples": 32, "loss": "Infinity", "wall_s": 1.0}, {"samples": 64, "wall_s": 2.0}, {"gpu": 1}]
     [record], _ = wandb_api.to_runs([recorded_run("run", config, rows=rows, **summary)])
     assert record.number("final_loss") is None
     assert record.summary["comm_bytes_per_step"] == {"all_reduce": 8}
-    assert len(record.metrics["loss"]) == 1 and record.metrics["loss"][0] != record.metrics["loss"][0]
+    assert [str(loss) for loss in record.metrics["loss"]] == ["nan", "nan"]
 
 
 def test_an_offline_upload_can_be_read_back_with_wandbs_own_reader(written):
@@ -695,14 +710,6 @@ def test_an_offline_upload_can_be_read_back_with_wandbs_own_reader(written):
     [efficiency] = log.parent.glob("files/media/table/curves/efficiency_1_*.table.json")
     points = [row for row in json.loads(efficiency.read_text())["data"] if "all runs" in row]
     assert sorted(value for row in points for value in row if isinstance(value, float))[:1] == [pytest.approx(0.6)]
-
-
-def test_auto_uploads_online_only_with_a_key(monkeypatch, tmp_path):
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    assert decide_mode("auto") == "offline"
-    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    assert (decide_mode("auto"), decide_mode("offline")) == ("online", "offline")
 
 
 def test_no_folder_is_refused():

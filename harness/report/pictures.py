@@ -64,7 +64,7 @@ class Sheet:
         from matplotlib.figure import Figure
 
         small = 6.5
-        lines = [line for text in (note, footer) if text for line in textwrap.wrap(text, int(width * 19))]
+        lines = [line for text in (note, footer) if text for line in textwrap.wrap(text, int(width * 21))]
         self.text_height = (len(lines) * small * 1.35 + 8) / 72
         labels = list(dict.fromkeys(labels or []))
         self.legend_columns = max(1, min(5, int(width * 11 // (max(map(len, labels), default=1) + 8))))

@@ -122,7 +122,7 @@ def memory_bars(slug: str, title: str, comparison: Comparison, known: list[str])
 def ideal_shares(series: list[Series], key: str) -> list[Line]:
     """Per group of series that differ in nothing but sharding: what one rank holds unsharded, divided by N.
 
-    Unsharded is what one rank alone, or any rank of ZeRO-0 or DDP, holds. A group without either has no line.
+    Unsharded is what a rank of ZeRO-0 or DDP holds, or else one rank alone. A group without either has no line.
     """
     groups: dict[Any, list[Series]] = {}
     for each in series:
@@ -131,12 +131,14 @@ def ideal_shares(series: list[Series], key: str) -> list[Line]:
     lines = []
     for group in groups.values():
         worlds = sorted({ranks for each in group for ranks in each.by_ranks()})
-        whole = [
-            value
+        measured = [
+            (sharding_of(each) in UNSHARDED, ranks, value)
             for each in group
             for ranks, point in each.by_ranks().items()
-            if (ranks == 1 or sharding_of(each) in UNSHARDED) and (value := point.median(key))
+            if (value := point.median(key))
         ]
+        whole = [value for unsharded, _, value in measured if unsharded]
+        whole = whole or [value for _, ranks, value in measured if ranks == 1]
         if whole and max(worlds) > 1:
             shares = [max(whole) / ranks for ranks in worlds]
             values = {key: value for key, value in group[0].values.items() if key != "sharding"}

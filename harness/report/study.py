@@ -17,7 +17,7 @@ from harness.report.record import Run
 from harness.report.runs import Skipped, is_run, read_runs
 from harness.report.series import Comparison
 
-TABLES = ("table.csv", "table.md", "index.html")
+SHOWN = ("deepspeed", "torch", "transformers", "python")  # versions on every picture; the page has all of them
 
 
 def report_from_disk(paths: list[Path], out: Path | None = None, upload: str = "disabled") -> Path:
@@ -57,8 +57,11 @@ def write(runs: list[Run], skipped: list[Skipped], out: Path, upload: str, where
     title = ", ".join(studies)
     rows = table.run_rows(comparison)
     points = table.point_rows(comparison)
-    origin = environment_text(runs)
-    facts = [f"{count_text(runs)} Written {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC.", origin]
+    origin = environment_text(runs, SHOWN)
+    facts = [
+        f"{count_text(runs)} Written {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC.",
+        environment_text(runs),
+    ]
     facts.append(table.constant_facts(comparison))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -121,13 +124,14 @@ def count_text(runs: list[Run]) -> str:
     return f"{len(runs)} run{'' if len(runs) == 1 else 's'}: {', '.join(f'{n} {s}' for s, n in counts.most_common())}."
 
 
-def environment_text(runs: list[Run]) -> str:
+def environment_text(runs: list[Run], packages: tuple[str, ...] = ()) -> str:
     """Hardware, versions and commits of all runs in one line; where runs differ, each of their values."""
     hardware = sorted({run.environment.hardware for run in runs if run.environment.hardware})
     versions: dict[str, set[str]] = {}
     for run in runs:
         for name, version in run.environment.versions:
-            versions.setdefault(name, set()).add(version)
+            if not packages or name in packages:
+                versions.setdefault(name, set()).add(version)
     commits = sorted({run.environment.git_commit[:10] for run in runs if run.environment.git_commit})
     parts = [
         f"Hardware: {' and '.join(hardware) or 'not recorded'}",

@@ -6,7 +6,7 @@ import csv
 import io
 from typing import Any
 
-from harness.report.record import NUMBERS, Run
+from harness.report.record import NUMBERS, Run, flatten, is_number
 from harness.report.series import Comparison, Point, Series, number_text
 from harness.report.throughput import efficiency, measured_rates, speed_up
 
@@ -73,26 +73,20 @@ def run_row(run: Run, series: Series) -> Row:
     }
     for key in NUMBERS:
         row.setdefault(key, run.number(key))
-    extra = {key: value for key, value in run.summary.items() if key not in row and is_scalar(value)}
-    row |= {key: extra[key] for key in sorted(extra)}
-    for key, value in (run.summary.get("comm_bytes_per_step") or {}).items():
-        row[f"comm_bytes_per_step.{key}"] = value
-    for key, value in (run.summary.get("predicted") or {}).items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            row[f"predicted.{key}"] = value
-            measured = run.summary.get(key)
-            if isinstance(measured, int | float):
-                row[f"residual.{key}"] = measured - value
+    extra = {key: value for key, value in flatten(run.summary).items() if key not in row and is_number(value)}
+    row |= {key: extra[key] for key in sorted(extra) if not key.startswith("predicted.")}
+    for key, value in flatten({"predicted": run.summary.get("predicted") or {}}).items():
+        if is_number(value):
+            row[key] = value
+            measured = row.get(key.removeprefix("predicted."))
+            if is_number(measured):
+                row[key.replace("predicted.", "residual.", 1)] = measured - value
     environment = run.environment
     row["hardware"] = environment.hardware or None
     row["versions"] = ", ".join(f"{name} {version}" for name, version in environment.versions) or None
     row["git_commit"] = environment.git_commit or None
     row["corpus_fingerprint"] = environment.corpus or None
     return row
-
-
-def is_scalar(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float)
 
 
 def to_csv(rows: list[Row]) -> str:

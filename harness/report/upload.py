@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from pathlib import Path
 from typing import Any
 
+from harness.config import WandbConfig
 from harness.report.curves import Curve, Picture
 from harness.report.record import Run
 from harness.report.table import Row
+from harness.tracking import decide_mode
 
 Content = dict[str, Any]
 MOST_ROWS = 10_000  # of a table behind a chart, by W&B's limit
@@ -35,7 +36,7 @@ def upload_report(folder: Path, pictures: list[Picture], rows: list[Row], runs: 
         name=f"report-{studies[0]}",
         id=uuid.uuid4().hex[:8],
         dir=str(folder),
-        mode=decide_mode(mode),
+        mode=decide_mode(WandbConfig(mode=mode)),  # type: ignore[arg-type]
         config={"studies": studies, "runs": len(runs)},
         reinit="create_new",
         settings=wandb.Settings(silent=True, console="off"),
@@ -49,17 +50,6 @@ def upload_report(folder: Path, pictures: list[Picture], rows: list[Row], runs: 
                 content |= line_series(picture)
         run.log(content)
         return run.id
-
-
-def decide_mode(mode: str) -> Any:
-    """``auto`` is online only with an API key, from the environment or netrc; decided before W&B is asked anything."""
-    if mode != "auto":
-        return mode
-    import wandb
-    from requests.utils import get_netrc_auth
-
-    hosts = (wandb.Settings().base_url, "https://api.wandb.ai")
-    return "online" if os.environ.get("WANDB_API_KEY") or any(map(get_netrc_auth, hosts)) else "offline"
 
 
 def table_data(rows: list[Row]) -> list[list[Any]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from harness.config import ConfigError
 from harness.report.record import (
+    NEEDED,
     STATUSES,
     DamagedRun,
     Run,
@@ -90,9 +92,11 @@ def to_run(found: Any) -> Run:
         summary={
             key: value for key, value in summary.items() if not key.startswith("_") and key not in ("env", "status")
         },
-        metrics=to_columns([known(row) for row in found.scan_history() if "loss" in row and "samples" in row]),
+        metrics=to_columns([{"loss": None, **known(row)} for row in found.scan_history() if "samples" in row]),
         environment=to_environment(environment if isinstance(environment, dict) else {}),
     )
+    if run.status == "completed":  # what is null on disk is absent in W&B
+        run.summary = dict.fromkeys(NEEDED) | run.summary
     check_run(run)
     return run
 
@@ -109,14 +113,14 @@ def known(value: Any) -> Any:
 
 
 def unflatten(summary: dict[str, Any]) -> dict[str, Any]:
-    """Summary with ``comm_bytes_per_step.OP`` and ``predicted.KEY``, as logged rows have them, put into one object."""
+    """Summary with ``comm_bytes_per_step/OP``, one scalar per key as W&B has them, put back into objects."""
     nested: dict[str, Any] = {}
     for key, value in summary.items():
-        group, _, rest = key.partition(".")
-        if rest and group in ("comm_bytes_per_step", "predicted"):
+        group, *rest = re.split("[/.]", key, maxsplit=1)
+        if rest:
             inner = nested.setdefault(group, {})
             if isinstance(inner, dict):
-                inner[rest] = value
+                inner[rest[0]] = value
         else:
             nested[key] = value
     return nested
