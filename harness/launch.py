@@ -17,7 +17,7 @@ from typing import Any
 from harness.config import Config, total_steps
 from harness.display import Display
 from harness.environment import RANK_VARIABLES, alive, launchers, oom_kills
-from harness.rundir import RunDir
+from harness.rundir import VANISHED, RunDir, Status
 
 MAIN = Path(__file__).resolve().parent / "main.py"
 POLL_S = 0.1
@@ -48,9 +48,10 @@ def launch(config: Config, run: RunDir, title: str, note: str = "") -> None:
             env=world_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         log.close()
-        ended = None
+        ended: tuple[Status, str] | None = None
         try:
             ended = wait(world, run, display, config.launch.timeout_s)
+            wait_for_group(world.pid)
         except Stopped as stop:
             end_world(world)
             ended = ("killed", str(stop))
@@ -63,7 +64,7 @@ def launch(config: Config, run: RunDir, title: str, note: str = "") -> None:
 
 def wait(
     world: subprocess.Popen[bytes], run: RunDir, display: Display, timeout_s: float | None
-) -> tuple[str, str] | None:
+) -> tuple[Status, str] | None:
     """Show progress until the world ends; what this process had to do about it, if anything."""
     started, seen = time.monotonic(), 0
     above = launchers()
@@ -88,18 +89,17 @@ def new_rows(run: RunDir, seen: int) -> list[dict[str, Any]]:
     return []
 
 
-def record_end(run: RunDir, ended: tuple[str, str] | None, kills_before: int) -> None:
+def record_end(run: RunDir, ended: tuple[Status, str] | None, kills_before: int) -> None:
     """Write the status of a world that could not write its own."""
     status = run.read_status() or {}
-    if status.get("status") not in ("running", "killed"):
-        return
+    if status.get("status") != "running" and status.get("reason") != VANISHED:
+        return  # rank 0 wrote it
     if ended is not None:
-        run.write_status(*ended)  # type: ignore[arg-type]
-    elif status["status"] == "running" or "vanished" in status["reason"]:
-        if oom_kills() > kills_before:
-            run.write_status("oom", "rank 0 was killed for want of host memory")
-        else:
-            run.write_status("failed", f"rank 0 died without a word; last line of its log: {last_line(run)}")
+        run.write_status(*ended)
+    elif oom_kills() > kills_before:
+        run.write_status("oom", "rank 0 was killed for want of host memory")
+    else:
+        run.write_status("failed", f"rank 0 died without a word; last line of its log: {last_line(run)}")
 
 
 def last_line(run: RunDir) -> str:
@@ -160,6 +160,15 @@ def end_world(world: subprocess.Popen[bytes]) -> None:
         world.wait(GRACE_S)
     kill_group(world.pid)
     world.wait()
+
+
+def wait_for_group(group: int) -> None:
+    """Give ranks whose launcher was killed the time to notice and to record it."""
+    deadline = time.monotonic() + GRACE_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(POLL_S)
 
 
 def kill_group(group: int) -> None:

@@ -30,7 +30,9 @@ Status = Literal["running", "completed", "oom", "diverged", "failed", "timeout",
 # What does not change the result, or only how it is kept and shown.
 NOT_HASHED = (
     ("study",), ("runs_dir",), ("wandb",), ("objective",), ("train", "log_every"), ("launch", "timeout_s"),
+    ("launch", "rerun"),
 )  # fmt: skip
+VANISHED = "its process vanished without a word"
 
 
 def config_hash(config: Config) -> str:
@@ -149,7 +151,7 @@ class RunDir:
             except psutil.NoSuchProcess:
                 alive = False
             if not alive:
-                record |= {"status": "killed", "reason": "its process vanished without a word"}
+                record |= {"status": "killed", "reason": VANISHED}
         return record
 
     def append_metrics(self, rows: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from harness.config import Config, WandbConfig
-from harness.rundir import RunDir, config_hash, job_type
+from harness.rundir import RunDir, Status, config_hash, job_type
 
 
 def decide_mode(settings: WandbConfig) -> str:
@@ -58,11 +58,11 @@ class Tracker:
         for row in rows:
             self.run.log({key: value for key, value in row.items() if value is not None})
 
-    def finish(self, summary: dict[str, Any] | None, completed: bool) -> None:
+    def finish(self, summary: dict[str, Any] | None, status: Status, reason: str = "") -> None:
         """Close the run; anything but completion is marked as crashed."""
-        scalars: dict[str, Any] = {}
+        scalars: dict[str, Any] = {"status": status, "reason": reason}
         for key, value in (summary or {}).items():
             nested = value if isinstance(value, dict) else {}
             scalars |= {f"{key}/{name}": number for name, number in nested.items()} or {key: value}
         self.run.summary.update({key: value for key, value in scalars.items() if value is not None})
-        self.run.finish(exit_code=0 if completed else 1)
+        self.run.finish(exit_code=0 if status == "completed" else 1)

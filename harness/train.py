@@ -76,7 +76,7 @@ class Leader:
         write_json(self.run_dir.path / "env.json", environment)
         if self._starting_tracker is not None:
             self.tracker = self._starting_tracker.result()
-            self.tracker.add_config({"derived": {"n_params": engine.n_params, **environment}})
+            self.tracker.add_config({"derived": {"n_params": engine.n_params}, "env": environment})
 
     def rows(self, rows: list[dict]) -> None:
         """Write and show rows of metrics."""
@@ -91,7 +91,7 @@ class Leader:
         wandb_dir = self.tracker.offline_dir if self.tracker else None
         self.run_dir.write_summary({**summary, "wandb_dir": wandb_dir})
         if self.tracker:
-            self.tracker.finish(summary, completed=True)
+            self.tracker.finish(summary, "completed")
         self.run_dir.write_status("completed")
         self._print_outcome()
 
@@ -100,7 +100,7 @@ class Leader:
         self.run_dir.write_status(status, reason)
         self.display.close()
         if self.tracker:
-            closing = threading.Thread(target=self.tracker.finish, args=(None, False), daemon=True)
+            closing = threading.Thread(target=self.tracker.finish, args=(None, status, reason), daemon=True)
             closing.start()
             closing.join(FINISH_S)
         self._print_outcome()
