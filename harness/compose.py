@@ -36,10 +36,12 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 def run_hydra(arguments: list[str], task: Callable[[DictConfig], Any]) -> None:
     """Hydra's own command line; ``task`` gets each composed config, and none for ``--help`` or ``--cfg``.
 
+    What ``task`` raises ends a multirun there.
+
     Raises:
         ConfigError: whatever Hydra refuses, in one line that keeps its list of options.
         SystemExit: as Hydra ends its own commands.
-        BaseException: the first that ``task`` raised.
+        BaseException: what ``task`` raised.
     """
     register_schemas()
     sys.argv = [sys.argv[0], *arguments]
@@ -50,6 +52,7 @@ def run_hydra(arguments: list[str], task: Callable[[DictConfig], Any]) -> None:
             return task(composed)
         except BaseException as error:  # kept from Hydra, which would print it in its own way
             raised.append(error)
+            sys.exit()
 
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand its own exceptions to us
@@ -57,6 +60,9 @@ def run_hydra(arguments: list[str], task: Callable[[DictConfig], Any]) -> None:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(guarded)()
     except Exception as error:
         raise ConfigError(one_line(error)) from error
+    except SystemExit:
+        if not raised:
+            raise
     finally:
         os.environ.pop("HYDRA_FULL_ERROR")
         if before is not None:

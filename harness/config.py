@@ -17,6 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 from harness.clock import LAWS, STRAGGLER_SHARE, read_trace
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+OBJECTIVES = (
+    "final_loss", "eval_loss", "tokens_per_s", "tokens_per_s_per_rank", "samples_per_s", "step_time_s_median",
+    "step_time_s_p90", "mfu", "hfu", "tflops_per_rank", "peak_memory_bytes", "comm_traffic_bytes", "wall_s",
+    "sim_time_s",
+)  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -31,6 +36,12 @@ def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
 def check_at_least(key: str, value: float | None, limit: float) -> None:
     if value is not None and not (math.isfinite(value) and value >= limit):
         raise ConfigError(f"{key}={value}: must be a finite number of at least {limit}")
+
+
+def check_study(name: str) -> str:
+    if not name or name.startswith(".") or any(character in name for character in "/\\\0\n"):
+        raise ConfigError(f"study={name!r}: must be a plain folder name")
+    return name
 
 
 @dataclass
@@ -319,8 +330,10 @@ class TrainConfig:
 class LaunchConfig:
     world_size: int | None = None
     timeout_s: float | None = None
+    rerun: str = "none"
 
     def __post_init__(self) -> None:
+        check_choice("launch.rerun", self.rerun, ("none", "failed", "all"))
         check_at_least("launch.world_size", self.world_size, 1)
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(f"launch.timeout_s={self.timeout_s}: must be above 0")
@@ -366,8 +379,8 @@ class Config:
                 "precision=fp16: a pending gradient would outlive its loss scale under parallel=async; "
                 "use precision=bf16 or fp32"
             )
-        if not self.study or self.study.startswith(".") or any(c in self.study for c in "/\\\0\n"):
-            raise ConfigError(f"study={self.study!r}: must be a plain folder name")
+        check_study(self.study)
+        check_choice("objective", self.objective, OBJECTIVES)
 
 
 GROUPS: dict[str, dict[str, type]] = {

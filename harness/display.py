@@ -15,12 +15,13 @@ PLAIN_LINE_EVERY_S = 1.0
 class Display:
     """A progress bar on a terminal, plain lines elsewhere."""
 
-    def __init__(self, file: TextIO, steps: int, title: str):
+    def __init__(self, file: TextIO, steps: int, title: str, note: str = ""):
+        self.note = note
         self.console = Console(file=file, soft_wrap=True, highlight=False)
         self.steps = steps
         self.printed_at = -float("inf")
         self.progress = Progress(
-            TextColumn(title),
+            TextColumn(title, markup=False),
             BarColumn(),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[numbers]}"),
@@ -37,7 +38,7 @@ class Display:
     def update(self, row: dict[str, Any]) -> None:
         """Show the newest row of metrics."""
         loss = "nan" if row["loss"] is None else f"{row['loss']:.4f}"
-        numbers = f"loss {loss}  {row['tokens_per_s']:,.0f} tokens/s"
+        numbers = f"loss {loss}  {row['tokens_per_s']:,.0f} tokens/s{self.note}"
         self.progress.update(self.task, completed=row["step"], numbers=numbers)
         due = time.monotonic() - self.printed_at >= PLAIN_LINE_EVERY_S or row["step"] == self.steps
         if self.progress.disable and due:

@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import psutil
+
 # What a launcher sets for a rank; a world that a rank or a batch script starts must not inherit it.
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
@@ -13,6 +15,8 @@ RANK_VARIABLES = (
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS",
     "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "WANDB_RUN_ID",
 )  # fmt: skip
+LAUNCHERS = ("deepspeed.launcher.launch", "torchrun", "torch.distributed.run", "torch/distributed/run")
+WATCH_PARENT = "HARNESS_PARENT_PID"  # set by the parent of a world that it started itself
 
 
 def set_rank_environment() -> bool:
@@ -84,3 +88,24 @@ def oom_kills() -> int:
         except (OSError, KeyError, ValueError):
             continue
     return 0
+
+
+def launchers() -> list[psutil.Process]:
+    """The launcher processes above this rank whose end means that nobody waits for it any more."""
+    found = []
+    own = psutil.Process()
+    parent = own.parent()
+    if parent is not None and any(name in " ".join(parent.cmdline()) for name in LAUNCHERS):
+        found.append(parent)
+        above = parent.parent()
+        started_by = os.environ.get(WATCH_PARENT)
+        if above is not None and (str(above.pid) == started_by or "deepspeed" in " ".join(above.cmdline()[:3])):
+            found.append(above)
+    return found
+
+
+def alive(process: psutil.Process | None) -> bool:
+    try:
+        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

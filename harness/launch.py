@@ -14,13 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
-from harness.compose import check_gpus, decide
 from harness.config import Config, total_steps
-from harness.display import Display, print_outcome
-from harness.environment import RANK_VARIABLES, oom_kills, visible_gpus
-from harness.rundir import RunDir
+from harness.display import Display
+from harness.environment import RANK_VARIABLES, alive, launchers, oom_kills
+from harness.rundir import VANISHED, RunDir, Status
 
 MAIN = Path(__file__).resolve().parent / "main.py"
 POLL_S = 0.1
@@ -28,28 +25,21 @@ GRACE_S = 30.0  # from telling a world to end until it is killed
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class Stopped(Exception):
-    """This process was told to stop."""
+class Stopped(BaseException):
+    """This process was told to stop, or nobody waits for it any more."""
 
 
-def launch_composed(composed: DictConfig) -> int:
-    """Run one composed config in a world of its own; the exit code: 0 only for a completed run."""
-    gpus = visible_gpus()
-    asked = composed.launch.world_size
-    world_size = asked if isinstance(asked, int) and asked > 0 else (gpus or 1)
-    check_gpus(world_size, gpus)
-    config = decide(composed, world_size, gpus)
-    run = RunDir.create(config)
-    launch(config, run)
-    status = run.read_status() or {}
-    print_outcome(sys.stdout, str(run.path), status, run.read_summary())
-    return 0 if status.get("status") == "completed" else 1
+def launch(config: Config, run: RunDir, title: str, note: str = "") -> None:
+    """Start a world on a run's directory and wait for its end, which ``status.json`` tells afterwards.
 
+    Args:
+        title, note: shown with the progress.
 
-def launch(config: Config, run: RunDir) -> None:
-    """Start a world on a run's directory and wait for its end, which ``status.json`` tells afterwards."""
+    Raises:
+        Stopped: when this process was told to stop; the world has ended and its run is recorded.
+    """
     assert config.launch.world_size is not None
-    display = Display(sys.stderr, total_steps(config), run.path.name)
+    display = Display(sys.stderr, total_steps(config), title, note)
     kills_before = oom_kills()
     with stop_signals():
         log = open(run.logs / "launcher.log", "ab")  # noqa: SIM115
@@ -58,24 +48,30 @@ def launch(config: Config, run: RunDir) -> None:
             env=world_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         log.close()
+        ended: tuple[Status, str] | None = None
         try:
             ended = wait(world, run, display, config.launch.timeout_s)
+            wait_for_group(world.pid)
         except Stopped as stop:
             end_world(world)
             ended = ("killed", str(stop))
+            raise
         finally:
             display.close()
             kill_group(world.pid)
-    record_end(run, ended, kills_before)
+            record_end(run, ended, kills_before)
 
 
 def wait(
     world: subprocess.Popen[bytes], run: RunDir, display: Display, timeout_s: float | None
-) -> tuple[str, str] | None:
+) -> tuple[Status, str] | None:
     """Show progress until the world ends; what this process had to do about it, if anything."""
     started, seen = time.monotonic(), 0
+    above = launchers()
     while world.poll() is None:
         time.sleep(POLL_S)
+        if not all(alive(process) for process in above):
+            raise Stopped("its launcher vanished")
         rows = new_rows(run, seen)
         if rows:
             seen += len(rows)
@@ -93,18 +89,17 @@ def new_rows(run: RunDir, seen: int) -> list[dict[str, Any]]:
     return []
 
 
-def record_end(run: RunDir, ended: tuple[str, str] | None, kills_before: int) -> None:
+def record_end(run: RunDir, ended: tuple[Status, str] | None, kills_before: int) -> None:
     """Write the status of a world that could not write its own."""
     status = run.read_status() or {}
-    if status.get("status") not in ("running", "killed"):
-        return
+    if status.get("status") != "running" and status.get("reason") != VANISHED:
+        return  # rank 0 wrote it
     if ended is not None:
-        run.write_status(*ended)  # type: ignore[arg-type]
-    elif status["status"] == "running" or "vanished" in status["reason"]:
-        if oom_kills() > kills_before:
-            run.write_status("oom", "rank 0 was killed for want of host memory")
-        else:
-            run.write_status("failed", f"rank 0 died without a word; last line of its log: {last_line(run)}")
+        run.write_status(*ended)
+    elif oom_kills() > kills_before:
+        run.write_status("oom", "rank 0 was killed for want of host memory")
+    else:
+        run.write_status("failed", f"rank 0 died without a word; last line of its log: {last_line(run)}")
 
 
 def last_line(run: RunDir) -> str:
@@ -165,6 +160,15 @@ def end_world(world: subprocess.Popen[bytes]) -> None:
         world.wait(GRACE_S)
     kill_group(world.pid)
     world.wait()
+
+
+def wait_for_group(group: int) -> None:
+    """Give ranks whose launcher was killed the time to notice and to record it."""
+    deadline = time.monotonic() + GRACE_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(POLL_S)
 
 
 def kill_group(group: int) -> None:

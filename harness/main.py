@@ -29,25 +29,38 @@ RUN_DIR = "--run-dir="  # given to the ranks of a world that this module started
 
 def main() -> None:
     arguments = without_local_rank(sys.argv[1:])
-    if set_rank_environment():
-        run_rank(arguments)
-    else:
+    if not set_rank_environment():
         run_parent(arguments)
+    elif not {"-m", "--multirun"} & set(arguments):
+        run_rank(arguments)
+    elif os.environ["RANK"] == "0":
+        run_parent(arguments, default_world_size=int(os.environ["WORLD_SIZE"]))
 
 
-def run_parent(arguments: list[str]) -> NoReturn:
-    """Compose a run and start a world on it."""
+def run_parent(arguments: list[str], default_world_size: int | None = None) -> NoReturn:
+    """Compose runs and start a world for each.
+
+    Args:
+        default_world_size: ranks of a sweep's point that does not say.
+    """
     from harness.compose import run_hydra
     from harness.config import ConfigError
-    from harness.launch import launch_composed
+    from harness.launch import Stopped
+    from harness.sweep import Sweep, is_multirun, run_once
 
-    codes: list[int] = []
+    sweep = Sweep(arguments, default_world_size) if is_multirun(arguments) else None
+    completed: list[bool] = []
     try:
-        run_hydra(arguments, lambda composed: codes.append(launch_composed(composed)))
+        run_hydra(arguments, sweep or (lambda composed: completed.append(run_once(composed))))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        codes.append(1)
-    sys.exit(max(codes, default=0))
+        sys.exit(1)
+    except Stopped as stop:
+        print(f"stopped: {stop}; the same command goes on from here", file=sys.stderr)
+        sys.exit(1)
+    if sweep is not None and sweep.done:
+        sweep.finish()
+    sys.exit(0 if all(completed) else 1)
 
 
 def run_rank(arguments: list[str]) -> NoReturn:

@@ -27,13 +27,11 @@ import torch
 import torch.distributed as dist
 
 from harness.config import ConfigError
-from harness.environment import oom_kills, ranks_on_host
+from harness.environment import alive, launchers, oom_kills, ranks_on_host
 from harness.rundir import Status
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-LAUNCHERS = ("deepspeed.launcher.launch", "torchrun", "torch.distributed.run", "torch/distributed/run")
-WATCH_PARENT = "HARNESS_PARENT_PID"  # set by the parent of a world that it started itself
 TICK_S = 0.5
 
 
@@ -113,20 +111,6 @@ def fix_threads() -> None:
     """The same threads per rank in every world of a machine, unless OMP_NUM_THREADS says otherwise."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_on_host()))
-
-
-def launchers() -> list[psutil.Process]:
-    """The launcher processes above this rank whose end means that nobody waits for it any more."""
-    found = []
-    own = psutil.Process()
-    parent = own.parent()
-    if parent is not None and any(name in " ".join(parent.cmdline()) for name in LAUNCHERS):
-        found.append(parent)
-        above = parent.parent()
-        started_by = os.environ.get(WATCH_PARENT)
-        if above is not None and (str(above.pid) == started_by or "deepspeed" in " ".join(above.cmdline()[:3])):
-            found.append(above)
-    return found
 
 
 def describe(error: BaseException) -> tuple[Status, str]:
@@ -251,13 +235,6 @@ def process_of(pid: int, started: float) -> psutil.Process | None:
         return process if abs(process.create_time() - started) < 1 else None
     except psutil.NoSuchProcess:
         return None
-
-
-def alive(process: psutil.Process | None) -> bool:
-    try:
-        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def leave(code: int) -> NoReturn:

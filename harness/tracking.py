@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from harness.config import Config, WandbConfig
-from harness.rundir import RunDir, config_hash, job_type
+from harness.rundir import RunDir, Status, config_hash, job_type
 
 
 def decide_mode(settings: WandbConfig) -> str:
@@ -27,7 +27,7 @@ def decide_mode(settings: WandbConfig) -> str:
 class Tracker:
     """One W&B run: config, one log call per row of metrics, scalars in the summary, the right exit state."""
 
-    def __init__(self, config: Config, run: RunDir, derived: dict[str, Any]):
+    def __init__(self, config: Config, run: RunDir):
         import wandb
 
         os.environ.pop("WANDB_RUN_ID", None)
@@ -42,7 +42,7 @@ class Tracker:
             name=run.path.name,
             group=config.study,
             job_type=job_type(config),
-            config={**asdict(config), "derived": derived},
+            config=asdict(config),
             dir=str(run.path),
             settings=wandb.Settings(console="off", silent=True, save_code=False),
         )
@@ -51,15 +51,18 @@ class Tracker:
         self.run.define_metric("*", step_metric="samples")
         self.offline_dir = os.path.dirname(self.run.dir) if mode == "offline" else None
 
+    def add_config(self, values: dict[str, Any]) -> None:
+        self.run.config.update(values)
+
     def log(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
             self.run.log({key: value for key, value in row.items() if value is not None})
 
-    def finish(self, summary: dict[str, Any] | None, completed: bool) -> None:
+    def finish(self, summary: dict[str, Any] | None, status: Status, reason: str = "") -> None:
         """Close the run; anything but completion is marked as crashed."""
-        scalars: dict[str, Any] = {}
+        scalars: dict[str, Any] = {"status": status, "reason": reason}
         for key, value in (summary or {}).items():
             nested = value if isinstance(value, dict) else {}
             scalars |= {f"{key}/{name}": number for name, number in nested.items()} or {key: value}
         self.run.summary.update({key: value for key, value in scalars.items() if value is not None})
-        self.run.finish(exit_code=0 if completed else 1)
+        self.run.finish(exit_code=0 if status == "completed" else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
@@ -63,14 +64,19 @@ class Leader:
         self.tracker: Tracker | None = None
         self.display = Display(screen.err, total_steps(config), run_dir.path.name)
         run_dir.write_status("running")
+        # W&B takes a second or two to start, mostly waiting: that goes on while the engine is built.
+        self._starting_tracker = None
+        if config.wandb.mode != "disabled":
+            self._starting_tracker = ThreadPoolExecutor(1).submit(Tracker, config, run_dir)
 
     def start(self, engine: Engine, data: Data) -> None:
         """Record what the run is, once everything is built."""
         write_json(self.run_dir.path / "ds_config.json", engine.settings)
         environment = describe_environment(data.corpus.fingerprint)
         write_json(self.run_dir.path / "env.json", environment)
-        if self.config.wandb.mode != "disabled":
-            self.tracker = Tracker(self.config, self.run_dir, {"n_params": engine.n_params, **environment})
+        if self._starting_tracker is not None:
+            self.tracker = self._starting_tracker.result()
+            self.tracker.add_config({"derived": {"n_params": engine.n_params}, "env": environment})
 
     def rows(self, rows: list[dict]) -> None:
         """Write and show rows of metrics."""
@@ -85,7 +91,7 @@ class Leader:
         wandb_dir = self.tracker.offline_dir if self.tracker else None
         self.run_dir.write_summary({**summary, "wandb_dir": wandb_dir})
         if self.tracker:
-            self.tracker.finish(summary, completed=True)
+            self.tracker.finish(summary, "completed")
         self.run_dir.write_status("completed")
         self._print_outcome()
 
@@ -94,7 +100,7 @@ class Leader:
         self.run_dir.write_status(status, reason)
         self.display.close()
         if self.tracker:
-            closing = threading.Thread(target=self.tracker.finish, args=(None, False), daemon=True)
+            closing = threading.Thread(target=self.tracker.finish, args=(None, status, reason), daemon=True)
             closing.start()
             closing.join(FINISH_S)
         self._print_outcome()

@@ -28,8 +28,11 @@ def read_wandb(run: RunDir) -> tuple[list[dict], dict, dict, int]:
     summary: dict = {}
     for record in of_type["summary"]:
         summary |= record["update"]
+    run_record = of_type["run"][0]
+    for record in records:
+        run_record["config"]["update"] |= record.get("config", {}).get("update", {})
     history = [record["item"] for record in of_type["history"]]
-    return history, summary, of_type["run"][0], of_type["exit"][0].get("exit_code", 0)
+    return history, summary, run_record, of_type["exit"][0].get("exit_code", 0)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,7 @@ def test_wandb_holds_the_same(run):
             assert summary[key] == value, key
     written = yaml.safe_load((run.path / "config.yaml").read_text())
     assert {key: record["config"]["update"][key] for key in written} == written
+    assert record["config"]["update"]["derived"]["n_params"] == run.read_summary()["n_params"]
     assert (record["run_group"], record["job_type"]) == ("record", "zero2")
     assert record["run_id"] == f"record-{config_hash(load((run.path / 'config.yaml').read_text()))}-1"
     assert exit_code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any
 
 import deepspeed
@@ -19,6 +20,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # On CPU DeepSpeed would compile a shared-memory collective at start-up. Only its inference all-reduce uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# DeepSpeed looks at every optimizer for its Muon, whose module imports torch's whole compiler to decorate two functions.
+with unittest.mock.patch("torch.compile", lambda *_, **__: lambda function: function):
+    import deepspeed.runtime.zero.muon.original_muon
 
 
 class DeepSpeedEngine:
@@ -37,15 +41,18 @@ class DeepSpeedEngine:
             model.to(world.device)
         parameters = list(model.parameters())
         self.optimizer = build_optimizer(config, parameters)
-        self.optimizer.register_step_pre_hook(self._before_inner_step)
+        self._updates = 0
+        self._held: dict[str, int] = {}
+        self._norm: torch.Tensor | None = None
+        self._clip_norm = config.optimizer.clip_norm
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=self.optimizer, model_parameters=parameters, config=self.settings
         )
-        self._norm: torch.Tensor | None = None
         self.engine.clip_fp32_gradients = self._clip_unsharded
-        self._clip_norm = config.optimizer.clip_norm
-        self._updates = 0
-        self._held: dict[str, int] = {}
+        for state in self.optimizer.state.values():
+            if "step" in state:  # stage 0 in 16 bit allocates the state by a step on zeros, which must not count
+                state["step"].zero_()
+        self.optimizer.register_step_pre_hook(self._before_inner_step)
 
     def _partition(self, unit: nn.Module) -> None:
         """Shard a unit's parameters over the ranks; its buffers stay whole."""
@@ -105,8 +112,10 @@ class DeepSpeedEngine:
         parameters = list(self.engine.module.parameters())
         held = [p.data for p in parameters] + [p.ds_tensor.data for p in parameters if hasattr(p, "ds_tensor")]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        masters: list[torch.Tensor] = []
-        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):
+        masters: list[torch.Tensor] = [
+            m for group in getattr(zero, "fp32_groups", []) for m in group
+        ]  # stage 0, 16 bit
+        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
             masters += getattr(zero, name, [])
         gradients += [m.grad for m in masters if m.grad is not None]
         for averaged in getattr(zero, "averaged_gradients", {}).values():
