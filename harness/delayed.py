@@ -61,6 +61,12 @@ class Pending:
         if tensor.device == self.device:
             self.spare.append(tensor)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers, spare ones too."""
+        tensors = [*self.gradients.values(), *self.weights.values(), *self.spare, self.group, self.mean_square]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
     def clear(self) -> None:
         self.gradients.clear()
         self.weights.clear()
@@ -97,6 +103,7 @@ class DelayedOptimizer(torch.optim.Optimizer):
         self._pending: dict[Tensor, Pending] = {}
         self._arrivals: tuple[Arrival, ...] | None = None
         self._last = False
+        self._drained_bytes = 0  # held when the last update began
         self._stepped: set[Tensor] = set()
         self._before: dict[str, Any] | None = None  # the schedule as it was before an update not yet stepped
 
@@ -109,13 +116,23 @@ class DelayedOptimizer(torch.optim.Optimizer):
         Args:
             last: this engine update is the run's last; the pending gradients are drained in it.
         """
-        if self._before is not None:
-            self.schedule.load_state_dict(self._before)
+        self._undo_skipped()
         self._before = self.schedule.state_dict()
         self._arrivals = self.schedule.advance(last)
         self._last = last
         self._stepped.clear()
         return self._arrivals
+
+    def end_update(self) -> tuple[Arrival, ...]:
+        """What the engine update has applied; nothing if the engine skipped it, which is then undone."""
+        return () if self._undo_skipped() else self._arrivals or ()
+
+    def _undo_skipped(self) -> bool:
+        if self._before is None:
+            return False
+        self.schedule.load_state_dict(self._before)
+        self._before = None
+        return True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -154,6 +171,7 @@ class DelayedOptimizer(torch.optim.Optimizer):
             p.grad = gradient
             held = self._held(p)
             if self._last:
+                self._drained_bytes += held.nbytes
                 held.clear()
             elif stays:
                 held.gradients[current] = None if gradient is None else held.keep(gradient)
@@ -229,10 +247,12 @@ class DelayedOptimizer(torch.optim.Optimizer):
     @property
     def pending_gradient_bytes(self) -> int:
         """Bytes this rank holds for pending gradients, and under DC-ASGD for weight copies; spare buffers count."""
-        tensors: list[Tensor | None] = []
-        for held in self._pending.values():
-            tensors += [*held.gradients.values(), *held.weights.values(), *held.spare, held.group, held.mean_square]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(held.nbytes for held in self._pending.values())
+
+    @property
+    def most_pending_bytes(self) -> int:
+        """The most of :attr:`pending_gradient_bytes` there ever was, also after the pending gradients were drained."""
+        return max(self._drained_bytes, self.pending_gradient_bytes)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The inner optimizer's, and under ``delayed`` the schedule and what is pending, by parameter index."""

@@ -52,6 +52,10 @@ def batch(k: int) -> Tensor:
     return torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(100 + k))
 
 
+def gradient_of_tokens(model: nn.Module, k: int) -> list[Tensor]:
+    return list(torch.autograd.grad(model(batch(k)), list(model.parameters())))
+
+
 def worst_distance(a: nn.Module, b: nn.Module) -> float:
     """Largest relative distance of a tensor, over all tensors of two models."""
     pairs = zip(a.parameters(), b.parameters(), strict=True)
@@ -63,7 +67,8 @@ class NaiveServer:
     """Runs `gradients` gradients to the end and leaves its weights in `model`.
 
     `correct` maps (gradient, weights now, weights pulled) to the gradient that is used; `rate` maps (staleness of
-    the group, gradients applied before) to the learning rate, None leaves it alone.
+    the group, gradients applied before) to the learning rate, None leaves it alone; `gradient` maps (model, k) to the
+    gradient of batch k, of `sequences` sequences.
     """
 
     clock: Clock
@@ -75,7 +80,9 @@ class NaiveServer:
     drain: str = "apply"
     correct: Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]] | None = None
     rate: Callable[[list[int], int], float] | None = None
-    model: TokenModel = field(default_factory=build_model)
+    model: nn.Module = field(default_factory=build_model)
+    gradient: Callable[[Any, int], list[Tensor]] = gradient_of_tokens
+    sequences: float = SEQUENCES
     staleness: list[int] = field(default_factory=list)
     applied: int = 0
     updates: int = 0
@@ -93,7 +100,7 @@ class NaiveServer:
             if allowed and taken < self.gradients:
                 w = allowed[0]
                 free.remove(w)
-                finish = self.now + self.clock.seconds(w, done[w], SEQUENCES)
+                finish = self.now + self.clock.seconds(w, done[w], self.sequences)
                 job[w] = (finish, taken, self.updates, copy.deepcopy(self.model))
                 taken += 1
                 continue
@@ -103,7 +110,7 @@ class NaiveServer:
             self.now, k, version, pulled = job.pop(w)
             done[w] += 1
             free.append(w)
-            gradients = list(torch.autograd.grad(pulled(batch(k)), list(pulled.parameters())))
+            gradients = self.gradient(pulled, k)
             if self.correct is not None:
                 now = [p.detach() for p in self.model.parameters()]
                 gradients = self.correct(gradients, now, [p.detach() for p in pulled.parameters()])
