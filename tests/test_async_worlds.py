@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
+import harness.server
 from harness.asynchrony import compensated_gradient
 from harness.clock import Clock
-from harness.config import AsyncConfig, total_steps
+from harness.config import AsyncConfig, ConfigError, total_steps
 from harness.data import open_data
 from harness.delayed import DelayedOptimizer
 from harness.engines import build_engine, build_torch_optimizer
@@ -141,7 +142,11 @@ def cases_of(world_size: int) -> list[list[str]]:
     """Each optimizer in each stage, with and without accumulation, which the two worlds take in turns; sync last."""
     cases = []
     for (number, kind), stage in itertools.product(enumerate(OPTIMIZERS), range(4)):
-        place = [f"zero=stage{stage}", splits(world_size)[(number + stage + world_size) % 2]]
+        place = [
+            f"zero=stage{stage}",
+            "zero.sub_group_size=20000",
+            splits(world_size)[(number + stage + world_size) % 2],
+        ]
         cases.append([*RANDOM_TOKENS, *OPTIMIZERS[kind], *place, *ARMS[kind][stage // 2]])
     return cases + [[each for each in case if "parallel" not in each] for case in cases[-4:]]
 
@@ -191,6 +196,7 @@ def test_a_run_records_what_was_applied_and_holds_back_a_shard():
     base = [*RANDOM_TOKENS, *OPTIMIZERS["adamw"], "lr.schedule=linear"]
     cases = [[f"zero=stage{stage}", *arm] for stage in range(4)]
     cases += [["zero=stage3", *arm, "parallel.drain=drop"], ["zero=stage3", *arm, "precision=bf16"]]
+    cases += [["zero=stage2", *arm, "zero.offload_optimizer=true"]]
     results = run_world(2, run_cases, [compose(*base, *case, world_size=2) for case in cases])[0]
     for case, (rows, _, summary) in zip(cases, results, strict=True):
         whole = 4 * summary["n_params"] * (workers - 1)
@@ -218,3 +224,30 @@ def test_a_run_records_what_was_applied_and_holds_back_a_shard():
         times = [row["sim_time_s"] for row in rows]
         assert times == sorted(times) and times[workers - 2] == 0 and times[-1] == summary["sim_time_s"] > 0
     assert results[0][2]["param_bytes"] == 4 * results[0][2]["n_params"]
+
+
+def test_the_clock_of_sync_is_that_of_its_slowest_worker():
+    clocked = ["parallel.clock=exponential", "parallel.clock_mean_s=0.5", "train.steps=6"]
+    arms = {0: 4, 1: 5}  # backup workers, workers that compute
+    cases = [[*RANDOM_TOKENS, *clocked, "parallel.workers=4", f"parallel.backup_workers={b}"] for b in arms]
+    results = run_world(1, run_cases, [compose(*case) for case in cases])[0]
+    clock = Clock("exponential", mean_s=0.5)
+    for (rows, _, summary), computing in zip(results, arms.values(), strict=True):
+        times = [sorted(clock.seconds(w, k, BATCH / 4) for w in range(computing))[3] for k in range(6)]
+        assert [row["sim_time_s"] for row in rows] == pytest.approx([sum(times[: k + 1]) for k in range(6)])
+        assert summary["sim_time_s"] == rows[-1]["sim_time_s"]
+        assert [row["updates"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["loss"] for row in results[0][0]] == [row["loss"] for row in results[1][0]]
+
+
+def refusal(world, config):
+    harness.server.free_memory_bytes = lambda device: 1000
+    with pytest.raises(ConfigError) as error:
+        run_case(world, config)
+    return str(error.value)
+
+
+def test_pending_gradients_that_do_not_fit_are_refused_before_the_first_update():
+    config = compose(*RANDOM_TOKENS, *COMPENSATED, "zero=stage3", world_size=2)
+    for message in run_world(2, refusal, config):
+        assert message.startswith("parallel.workers=4: pending gradients need") and "DC-ASGD" in message
