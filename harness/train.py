@@ -100,11 +100,15 @@ class Leader:
         """Record a run that ends otherwise; called by the watch thread."""
         self.run_dir.write_status(status, reason)
         self.display.close()
-        if self.tracker:
-            closing = threading.Thread(target=self.tracker.finish, args=(None, status, reason), daemon=True)
+        if self._starting_tracker is not None:
+            closing = threading.Thread(target=self._close_tracker, args=(status, reason), daemon=True)
             closing.start()
             closing.join(FINISH_S)
         self._print_outcome()
+
+    def _close_tracker(self, status: Status, reason: str) -> None:
+        assert self._starting_tracker is not None
+        self._starting_tracker.result().finish(None, status, reason)
 
     def _print_outcome(self) -> None:
         status = self.run_dir.read_status() or {}
