@@ -73,7 +73,7 @@ def draw(result: dict[str, dict[str, float]], path: Path) -> None:
     axis.set_ylabel("largest stable rate (1 / curvature)")
     axis.set_title("Gradient descent on a quadratic under asynchrony", fontsize=10)
     axis.grid(color="#DDDDDD")
-    axis.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=110)
 
 

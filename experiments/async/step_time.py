@@ -1,51 +1,101 @@
-"""Step time with 8 asynchronous workers against sync, in alternating runs, stages 0 and 3.
+"""Step time with 8 asynchronous workers against sync, stages 0 and 3, on the main job.
 
-python experiments/async/step_time.py --pairs 5 --out experiments/async/step_time.json
+torchrun --nproc_per_node 1 experiments/async/step_time.py --out experiments/async/step_time.json
+
+Both engines live in the same ranks and take turns, update by update on the same batch, so that whatever else the
+machine does slows down both. The ratio is that of the two updates of a turn, warm-up left out.
 """
 
 import argparse
 import json
+import os
 import statistics
-import subprocess
 import sys
-import tempfile
+import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.remove(str(Path(__file__).resolve().parent))
+
+import torch
+from hydra import compose, initialize_config_dir
+
+from harness.config import register_schemas, resolve, to_config
+from harness.data import open_data
+from harness.engines import build_engine
+from harness.hf_config import check_limits
+from harness.measure.hardware import describe_environment
+from harness.measure.steps import StepClock
+from harness.ranks import World, fix_threads, leave
+from harness.server import Server
+
 ARMS = {"sync": ["parallel=sync"], "async": ["parallel=async", "parallel.workers=8"]}
+WARMUP = 12  # the pool of 8 workers is full after 7
 
 
-def step_time_s(arm: str, stage: int, ranks: int, steps: int) -> float:
-    """Median step time of a run, warm-up left out."""
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [sys.executable, str(ROOT / "harness" / "main.py"), f"+exp=zero{stage}", *ARMS[arm],
-             f"launch.world_size={ranks}", f"train.steps={steps}", "data.eval_samples=0", "wandb.mode=disabled",
-             f"runs_dir={folder}"],
-            check=True, capture_output=True,
-        )  # fmt: skip
-        (summary,) = Path(folder).glob("*/*/summary.json")
-        return json.loads(summary.read_text())["step_time_s_median"]
+class Arm:
+    """One engine with its server, and how long its updates took."""
+
+    def __init__(self, overrides: list[str], world: World):
+        self.config = resolve(to_config(compose("config", overrides)), world.size, torch.cuda.is_available())
+        self.data = open_data(self.config, check_limits(self.config))
+        self.world = world
+        self.engine = build_engine(self.config, world)
+        self.server = Server(self.config, world, self.engine)
+        self.clock = StepClock(world.device)
+        self.step_times_s: list[float] = []
+
+    def update(self, step: int) -> None:
+        batch, world = self.config.batch, self.world
+        assert batch.global_size is not None and batch.micro_size is not None
+        torch.distributed.barrier()
+        start = self.clock.mark()
+        targets, batches = self.data.update_batches(step, batch.global_size, batch.micro_size, world.rank, world.size)
+        targets_on_device = torch.tensor(float(targets), device=world.device)
+        for input_ids, labels in batches:
+            self.engine.forward_backward(
+                input_ids.to(world.device), labels.to(world.device), targets_on_device, last=True
+            )
+        self.engine.step(self.server.begin_update(last=False))
+        self.server.end_update()
+        self.step_times_s.append(self.clock.seconds(start, self.clock.mark()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=72)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    result: dict = {"pairs": arguments.pairs, "steps": arguments.steps, "ranks": arguments.ranks}
-    for stage in (0, 3):
-        pairs = []
-        for number in range(arguments.pairs):
-            order = list(ARMS) if number % 2 else list(ARMS)[::-1]
-            pairs.append({arm: step_time_s(arm, stage, arguments.ranks, arguments.steps) for arm in order})
-        ratios = [pair["async"] / pair["sync"] for pair in pairs]
-        spread = {"min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)}
-        result[f"stage{stage}"] = {"step_time_s": pairs, "async / sync": spread}
-        print(stage, spread, flush=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    register_schemas()
+    world = World.join()
+    fix_threads()
+    world.init_process_group()
+    started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    result: dict = {"ranks": world.size, "steps": arguments.steps, "started_utc": started}
+    result |= {"load_average": os.getloadavg()[0], **describe_environment("")}
+    with initialize_config_dir(str(Path(__file__).resolve().parents[2] / "conf"), version_base="1.3"):
+        for stage in (0, 3):
+            arms = {
+                name: Arm([f"zero=stage{stage}", f"train.steps={arguments.steps}", *overrides], world)
+                for name, overrides in ARMS.items()
+            }
+            for step in range(arguments.steps):
+                for name in list(ARMS)[:: 1 if step % 2 else -1]:
+                    arms[name].update(step)
+            slowest = {name: world.max_over_ranks(arm.step_times_s)[WARMUP:] for name, arm in arms.items()}
+            ratios = [a / s for a, s in zip(slowest["async"], slowest["sync"], strict=True)]
+            low, median, high = statistics.quantiles(ratios, n=4)
+            result[f"stage{stage}"] = {
+                "median step_time_s": {name: statistics.median(times) for name, times in slowest.items()},
+                "async / sync": {"quartile": low, "median": median, "upper quartile": high},
+                "pending_gradient_bytes": arms["async"].server.pending_gradient_bytes,
+            }
+            if world.rank == 0:
+                print(stage, result[f"stage{stage}"], flush=True)
+    if world.rank == 0:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    torch.distributed.barrier()
+    leave(0)
 
 
 if __name__ == "__main__":
