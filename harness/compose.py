@@ -29,6 +29,7 @@ from harness.config import (
 from harness.data import open_data
 from harness.ds_config import check_passthrough
 from harness.hf_config import check_limits
+from harness.kernels import check_kernels
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -108,6 +109,7 @@ def decide(composed: DictConfig, world_size: int, gpus: int) -> Config:
     """
     config = resolve(to_config(composed), world_size, on_gpu=gpus > 0)
     check_passthrough(config)
+    check_kernels(config.model)
     open_data(config, check_limits(config))
     return config
 

@@ -49,6 +49,8 @@ class ModelConfig:
     path: str | None = None  # hub name or folder; the weights are pretrained
     dropout: float = 0.0  # every dropout probability of the model
     attention: str = "sdpa"  # attn_implementation of transformers
+    compile: bool = False  # torch.compile of every transformer block
+    kernels: str = "none"  # `liger`: fused kernels for the loss, norms, rotary embedding and activation; GPU only
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ class ModelConfig:
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.dropout={self.dropout}: must be in [0, 1)")
         check_choice("model.attention", self.attention, ("sdpa", "eager", "flash_attention_2", "flex_attention"))
+        check_choice("model.kernels", self.kernels, ("none", "liger"))
 
 
 @dataclass
@@ -108,11 +111,20 @@ class EngineConfig:
     kind: str = MISSING
     bucket_mb: float | None = None  # gradient bucket in MiB; null: fitted to the model
     overlap: bool = True  # communicate gradients while the backward pass goes on
+    reshard: bool = True  # fsdp: free a block's gathered parameters after its forward pass
 
     def __post_init__(self) -> None:
-        check_choice("engine.kind", self.kind, ("deepspeed",))
+        check_choice("engine.kind", self.kind, ("deepspeed", "ddp", "fsdp"))
         if self.bucket_mb is not None and not (math.isfinite(self.bucket_mb) and self.bucket_mb > 0):
             raise ConfigError(f"engine.bucket_mb={self.bucket_mb}: must be a finite number above 0")
+        if self.kind == "fsdp" and self.bucket_mb is not None:
+            raise ConfigError(
+                f"engine.bucket_mb={self.bucket_mb}: engine=fsdp exchanges gradients block by block; drop it"
+            )
+        if self.kind == "fsdp" and not self.overlap:
+            raise ConfigError("engine.overlap=false: engine=fsdp always overlaps; drop it or use engine=ddp")
+        if self.kind != "fsdp" and not self.reshard:
+            raise ConfigError(f"engine.reshard=false: engine={self.kind} has no such choice; use engine=fsdp")
 
 
 @dataclass
@@ -128,6 +140,7 @@ class ZeroConfig:
     allgather_bucket_size: int | None = None
     prefetch_bucket_size: int | None = None
     param_persistence_threshold: int | None = None  # stage 3 keeps smaller parameters on every rank
+    whole_blocks: bool | None = None  # stage 3: gather a transformer block as one; null: with model.compile
     max_live_parameters: int | None = None
     max_reuse_distance: int | None = None
     sub_group_size: int = 1_000_000_000
@@ -139,6 +152,8 @@ class ZeroConfig:
             check_at_least(f"zero.{key}", getattr(self, key), 1)
         for key in ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance"):
             check_at_least(f"zero.{key}", getattr(self, key), 0)
+        if self.whole_blocks and self.stage != 3:
+            raise ConfigError(f"zero.whole_blocks=true: needs zero.stage=3, not {self.stage}")
         if self.offload_optimizer and self.stage < 2:
             raise ConfigError(f"zero.offload_optimizer=true: needs zero.stage of 2 or 3, not {self.stage}")
         if self.offload_params and self.stage != 3:
@@ -355,6 +370,10 @@ def resolve(config: Config, world_size: int, on_gpu: bool) -> Config:
         precision = "bf16" if on_gpu else "fp32"
     if precision == "fp16" and not on_gpu:
         raise ConfigError("precision=fp16: needs a GPU; on CPU use precision=fp32 or bf16")
+    if config.model.kernels == "liger" and not on_gpu:
+        raise ConfigError("model.kernels=liger: its kernels need a GPU; use model.kernels=none")
+    if config.engine.kind != "deepspeed":
+        check_native_engine(config)
     asked = config.launch.world_size
     if asked is not None and asked != world_size:
         raise ConfigError(
@@ -378,6 +397,21 @@ def resolve(config: Config, world_size: int, on_gpu: bool) -> Config:
         lr=replace(config.lr, base=base),
         launch=replace(config.launch, world_size=world_size),
     )
+
+
+def check_native_engine(config: Config) -> None:
+    """Refuse what only DeepSpeed does, where PyTorch's own engines would ignore it."""
+    engine = config.engine.kind
+    remedy = f"only engine=deepspeed does, not engine={engine}; drop the key or use engine=deepspeed"
+    for key in fields(ZeroConfig):
+        value = getattr(config.zero, key.name)
+        if value != (0 if key.name == "stage" else key.default):
+            raise ConfigError(f"zero.{key.name}={value}: {remedy}")
+    if config.deepspeed:
+        key_name, value = next(iter(config.deepspeed.items()))
+        raise ConfigError(f"deepspeed.{key_name}={value}: {remedy}")
+    if config.precision == "fp16":
+        raise ConfigError(f"precision=fp16: engine={engine} does not scale losses; use bf16, fp32 or engine=deepspeed")
 
 
 def resolve_batch(batch: BatchConfig, world_size: int) -> BatchConfig:

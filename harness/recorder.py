@@ -138,6 +138,7 @@ class Recorder:
             "zero_stage": config.zero.stage if config.engine.kind == "deepspeed" else None,
             "engine": config.engine.kind,
             "precision": config.precision,
+            "arithmetic": engine.arithmetic,
             "global_batch_size": batch.global_size,
             "micro_batch_size": batch.micro_size,
             "grad_accum_steps": grad_accum_steps(batch),

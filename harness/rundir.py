@@ -1,7 +1,8 @@
 """The run directory: what a run was, how it ended and what it measured. A run's status is what stands here.
 
-``<runs_dir>/<study>/<name>-<hash8>/`` holds config.yaml, ds_config.json, command.txt, env.json, status.json,
-metrics.jsonl, summary.json, logs/ and wandb/. Every file appears whole; metrics.jsonl grows by whole rows.
+``<runs_dir>/<study>/<name>-<hash8>/`` holds config.yaml, ds_config.json (engine.json where DDP or FSDP trains),
+command.txt, env.json, status.json, metrics.jsonl, summary.json, logs/ and wandb/. Every file appears whole;
+metrics.jsonl grows by whole rows.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class RunDir:
 
     def _begin(self, config_text: str, attempt: int) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "summary.json", "ds_config.json", "env.json"):
+        for name in ("metrics.jsonl", "summary.json", "ds_config.json", "engine.json", "env.json"):
             (self.path / name).unlink(missing_ok=True)
         write_whole(self.path / "config.yaml", config_text)
         write_whole(self.path / "command.txt", shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]) + "\n")

@@ -12,10 +12,11 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from harness.config import Config, load, total_steps
+from harness.config import Config, grad_accum_steps, load, total_steps
 from harness.data import Data, open_data
 from harness.display import Display, print_outcome
 from harness.engines import Engine, build_engine
+from harness.feed import Feed
 from harness.hf_config import check_limits
 from harness.lr import rate_at
 from harness.measure.hardware import describe_environment
@@ -71,7 +72,8 @@ class Leader:
 
     def start(self, engine: Engine, data: Data) -> None:
         """Record what the run is, once everything is built."""
-        write_json(self.run_dir.path / "ds_config.json", engine.settings)
+        name = "ds_config.json" if self.config.engine.kind == "deepspeed" else "engine.json"
+        write_json(self.run_dir.path / name, engine.settings)
         environment = describe_environment(data.corpus.fingerprint)
         write_json(self.run_dir.path / "env.json", environment)
         if self._starting_tracker is not None:
@@ -117,20 +119,19 @@ class Leader:
 def train(config: Config, world: World, data: Data, engine: Engine, recorder: Recorder) -> None:
     """Every update of a run: micro batches, forward and backward, one step, now and then an evaluation or a flush."""
     batch, steps = config.batch, total_steps(config)
-    assert batch.global_size is not None and batch.micro_size is not None
+    assert batch.global_size is not None
+    feed = Feed(config, world, data)
     for step in range(steps):
         with recorder.traffic if step == COUNTED_STEP else nullcontext():
             recorder.start_update()
-            targets, batches = data.update_batches(step, batch.global_size, batch.micro_size, world.rank, world.size)
-            targets_on_device = torch.tensor(float(targets), device=world.device)
-            loss = torch.zeros((), device=world.device)
-            remaining = batch.global_size // world.size // batch.micro_size
             asked_at = time.perf_counter()
+            targets, batches = feed.update(step)
+            loss = torch.zeros((), device=world.device)
+            remaining = grad_accum_steps(batch)
             for input_ids, labels in batches:
-                input_ids, labels = (t.to(world.device, non_blocking=True) for t in (input_ids, labels))
                 recorder.data_ready(asked_at)
                 remaining -= 1
-                loss += engine.forward_backward(input_ids, labels, targets_on_device, last=remaining == 0)
+                loss += engine.forward_backward(input_ids, labels, targets, last=remaining == 0)
                 asked_at = time.perf_counter()
             rate = rate_at(config.lr, step * batch.global_size, batch.global_size, steps * batch.global_size)
             norm = engine.step(rate)

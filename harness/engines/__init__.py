@@ -16,6 +16,7 @@ class Engine(Protocol):
 
     n_params: int
     settings: dict[str, Any]  # what the library behind it was given, for the record
+    arithmetic: str  # what weights are kept in and forward computes in
 
     def forward_backward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor, last: bool
@@ -46,6 +47,14 @@ class Engine(Protocol):
 
 def build_engine(config: Config, world: World) -> Engine:
     """The engine of a resolved config, with the model in it."""
+    if config.engine.kind == "ddp":
+        from harness.engines.ddp import DDPEngine
+
+        return DDPEngine(config, world)
+    if config.engine.kind == "fsdp":
+        from harness.engines.fsdp import FSDPEngine
+
+        return FSDPEngine(config, world)
     from harness.engines.deepspeed import DeepSpeedEngine
 
     return DeepSpeedEngine(config, world)

@@ -13,7 +13,7 @@ from harness.config import Config
 from harness.ds_config import build_ds_config
 from harness.engines import build_optimizer
 from harness.measure.memory import unique_bytes
-from harness.model import build_model, meta_model
+from harness.model import blocks, build_model, meta_model
 from harness.ranks import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,10 +37,14 @@ class DeepSpeedEngine:
         dtype = DTYPES[config.precision]
         shard = self._partition if self.stage == 3 else None
         model = build_model(config, dtype, shard)
+        gather_blocks = config.model.compile if config.zero.whole_blocks is None else config.zero.whole_blocks
+        if self.stage == 3 and gather_blocks:  # hooks on the modules inside would be in the compiler's way
+            deepspeed.utils.set_z3_leaf_modules(model, list({type(block) for block in blocks(model)}))
         if self.stage < 3:
             model.to(world.device)
         parameters = list(model.parameters())
         self.optimizer = build_optimizer(config, parameters)
+        self.arithmetic = "fp32" if dtype == torch.float32 else f"{config.precision} weights, fp32 master weights"
         self._updates = 0
         self._held: dict[str, int] = {}
         self._norm: torch.Tensor | None = None

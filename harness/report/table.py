@@ -63,6 +63,7 @@ def run_row(run: Run, series: Series) -> Row:
         "engine": config["engine.kind"],
         "zero_stage": config["zero.stage"] if config["engine.kind"] == "deepspeed" else None,
         "precision": config["precision"],
+        "arithmetic": run.summary.get("arithmetic"),
         "checkpointing": config["checkpointing.mode"],
         "optimizer": config["optimizer.kind"],
         "world_size": run.world_size,
