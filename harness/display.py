@@ -80,6 +80,12 @@ def outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("gradients, held by a rank", size(summary["grad_bytes"])),
         ("optimizer, held by a rank", size(summary["optimizer_bytes"])),
     ]
+    if summary["pending_gradient_bytes"] is not None:
+        rows += [
+            ("gradients pending, held by a rank", size(summary["pending_gradient_bytes"])),
+            ("staleness, mean", number(summary["staleness_mean"])),
+            ("simulated time", f"{summary['sim_time_s']:,.0f} s"),
+        ]
     sent = summary["comm_bytes_per_step"] or {}
     rows += [(f"{op} per update and rank", size(count)) for op, count in sent.items()]
     return rows

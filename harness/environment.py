@@ -90,6 +90,20 @@ def oom_kills() -> int:
     return 0
 
 
+def cgroup_free_bytes() -> int | None:
+    """Bytes of memory below the limit of this control group; None without a limit."""
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit) as limit_file, open(used) as used_file:
+                return max(0, int(limit_file.read()) - int(used_file.read()))
+        except (OSError, ValueError):  # a group without a limit says `max`
+            continue
+    return None
+
+
 def launchers() -> list[psutil.Process]:
     """The launcher processes above this rank whose end means that nobody waits for it any more."""
     found = []

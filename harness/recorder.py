@@ -20,6 +20,7 @@ from harness.measure.memory import peak_memory_bytes
 from harness.measure.steps import StepClock, rates
 from harness.measure.traffic import TrafficCounter, ring_traffic_bytes
 from harness.ranks import Diverged, World
+from harness.server import Server
 
 if TYPE_CHECKING:
     from harness.train import Leader
@@ -58,8 +59,13 @@ class Recorder:
     def data_ready(self, asked_at: float) -> None:
         self.data_wait += time.perf_counter() - asked_at
 
-    def end_update(self, step: int, loss: torch.Tensor, grad_norm: Any, rate: float) -> None:
-        """Keep update ``step`` (from 0); ``loss`` is this rank's share, a scalar on the device."""
+    def end_update(self, step: int, loss: torch.Tensor, grad_norm: Any, applied: dict[str, Any]) -> None:
+        """Keep update ``step`` (from 0).
+
+        Args:
+            loss: this rank's share, a scalar on the device.
+            applied: the server's columns, ``lr`` among them.
+        """
         done = step + 1
         self.pending.append(
             {
@@ -67,7 +73,7 @@ class Recorder:
                 "samples": done * self.batch_size,
                 "tokens": done * self.batch_size * self.config.data.seq_len,
                 "loss": loss,
-                "lr": rate,
+                **applied,
                 "grad_norm": grad_norm,
                 "marks": (self.start, self.clock.mark()),
                 "data_wait_s": self.data_wait,
@@ -122,7 +128,7 @@ class Recorder:
                 f"more than {EXPLODED:g} times the first, {self.first_loss:.3g}"
             )
 
-    def summarise(self, engine: Engine) -> dict[str, Any]:
+    def summarise(self, engine: Engine, server: Server) -> dict[str, Any]:
         """The scalars of a run: numbers of the slowest or fullest rank, null where they do not apply.
 
         A collective: every rank must call it.
@@ -130,8 +136,9 @@ class Recorder:
         config, batch = self.config, self.config.batch
         held = engine.held_bytes()
         kinds = ("param", "grad", "optimizer")
-        most = self.world.max_over_ranks([float(peak_memory_bytes()), *[float(held.get(kind, 0)) for kind in kinds]])
-        state = {f"{kind}_bytes": int(count) if held else None for kind, count in zip(kinds, most[1:], strict=True)}
+        own = [peak_memory_bytes(), server.pending_gradient_bytes, *(held.get(kind, 0) for kind in kinds)]
+        peak, pending, *most = (int(count) for count in self.world.max_over_ranks([float(count) for count in own]))
+        state = {f"{kind}_bytes": count if held else None for kind, count in zip(kinds, most, strict=True)}
         counted = len(self.step_times) > 1
         return {
             "world_size": self.world.size,
@@ -154,8 +161,9 @@ class Recorder:
             "data_wait_share": sum(self.data_waits) / sum(self.step_times),
             "eval_time_s": self.eval_time_s,
             "wall_s": time.monotonic() - self.started,
-            "peak_memory_bytes": int(most[0]),
+            "peak_memory_bytes": peak,
             **state,
+            "pending_gradient_bytes": pending if server.delayed is not None else None,
             "comm_bytes_per_step": dict(self.traffic.bytes) if counted else None,
             "comm_calls_per_step": dict(self.traffic.calls) if counted else None,
             "comm_traffic_bytes": ring_traffic_bytes(self.traffic.bytes, self.world.size) if counted else None,
@@ -163,4 +171,5 @@ class Recorder:
             "final_loss": self.last_row["loss"],
             "eval_loss": self.eval_loss,
             "skipped_steps": engine.skipped_steps,
+            **server.summary(),
         }

@@ -48,11 +48,14 @@ def config_hash(config: Config) -> str:
 
 
 def run_name(config: Config) -> str:
-    """A readable name from a resolved config: model, engine and stage, world, batch, hash."""
+    """A readable name from a resolved config: model, engine and stage, world, batch, asynchronous workers, hash."""
     model = (
         re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(config.model.path or config.model.name).name)[:40].strip(".") or "model"
     )
-    return f"{model}-{job_type(config)}-w{config.launch.world_size}-b{config.batch.global_size}-{config_hash(config)}"
+    parts = [model, job_type(config), f"w{config.launch.world_size}", f"b{config.batch.global_size}"]
+    if config.parallel.kind == "async":
+        parts.append(f"async{config.parallel.workers}")
+    return "-".join([*parts, config_hash(config)])
 
 
 def job_type(config: Config) -> str:

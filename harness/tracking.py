@@ -46,7 +46,7 @@ class Tracker:
             dir=str(run.path),
             settings=wandb.Settings(console="off", silent=True, save_code=False),
         )
-        for axis in ("samples", "wall_s", "step"):
+        for axis in ("samples", "wall_s", "sim_time_s", "step"):
             self.run.define_metric(axis)
         self.run.define_metric("*", step_metric="samples")
         self.offline_dir = os.path.dirname(self.run.dir) if mode == "offline" else None

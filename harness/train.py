@@ -18,12 +18,12 @@ from harness.display import Display, print_outcome
 from harness.engines import Engine, build_engine
 from harness.feed import Feed
 from harness.hf_config import check_limits
-from harness.lr import rate_at
 from harness.measure.hardware import describe_environment
 from harness.ranks import Watch, World, fix_threads, leave
 from harness.recorder import Recorder
 from harness.rundir import RunDir, Status, write_json
 from harness.screen import Screen
+from harness.server import Server
 from harness.tracking import Tracker
 
 COUNTED_STEP = 1  # the update whose collectives are counted; the first also sets things up
@@ -43,9 +43,10 @@ def run(config_text: str, path: Path, world: World, screen: Screen) -> NoReturn:
         engine = build_engine(config, world)
         if leader:
             leader.start(engine, data)
+        server = Server(config, world, engine)
         recorder = Recorder(config, world, leader)
-        train(config, world, data, engine, recorder)
-        summary = recorder.summarise(engine)
+        train(config, world, data, engine, server, recorder)
+        summary = recorder.summarise(engine, server)
         if leader:
             leader.complete(summary)
         dist.barrier()
@@ -116,7 +117,7 @@ class Leader:
         print_outcome(self.screen.out, str(self.run_dir.path), status, self.run_dir.read_summary())
 
 
-def train(config: Config, world: World, data: Data, engine: Engine, recorder: Recorder) -> None:
+def train(config: Config, world: World, data: Data, engine: Engine, server: Server, recorder: Recorder) -> None:
     """Every update of a run: micro batches, forward and backward, one step, now and then an evaluation or a flush."""
     batch, steps = config.batch, total_steps(config)
     assert batch.global_size is not None
@@ -133,9 +134,9 @@ def train(config: Config, world: World, data: Data, engine: Engine, recorder: Re
                 remaining -= 1
                 loss += engine.forward_backward(input_ids, labels, targets, last=remaining == 0)
                 asked_at = time.perf_counter()
-            rate = rate_at(config.lr, step * batch.global_size, batch.global_size, steps * batch.global_size)
+            rate = server.begin_update(last=step + 1 == steps)
             norm = engine.step(rate)
-            recorder.end_update(step, loss, norm, rate)
+            recorder.end_update(step, loss, norm, server.end_update())
         if evaluation_due(config, step, steps):
             recorder.evaluated(*evaluate(config, world, data, engine))
         elif step == 0 or (step + 1) % config.train.log_every == 0 or step + 1 == steps:

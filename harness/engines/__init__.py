@@ -15,6 +15,7 @@ class Engine(Protocol):
     """One rank's side of data-parallel training. All losses are shares: they sum to the global mean loss."""
 
     n_params: int
+    optimizer: torch.optim.Optimizer  # under parallel=async a DelayedOptimizer
     settings: dict[str, Any]  # what the library behind it was given, for the record
     arithmetic: str  # what weights are kept in and forward computes in
 
@@ -61,7 +62,16 @@ def build_engine(config: Config, world: World) -> Engine:
 
 
 def build_optimizer(config: Config, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's own optimizer, fused on GPU. The rate is set before every step."""
+    """torch's own optimizer, fused on GPU, behind a DelayedOptimizer under ``parallel=async``.
+
+    The rate is set before every step.
+    """
+    from harness.server import hold_back
+
+    return hold_back(build_torch_optimizer(config, parameters), config)
+
+
+def build_torch_optimizer(config: Config, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     import torch
 
     from harness.config import AdamWConfig, SGDConfig

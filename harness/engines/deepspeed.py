@@ -46,6 +46,7 @@ class DeepSpeedEngine:
         self.optimizer = build_optimizer(config, parameters)
         self.arithmetic = "fp32" if dtype == torch.float32 else f"{config.precision} weights, fp32 master weights"
         self._updates = 0
+        self._first_moved: int | None = None  # the update in which the weights first moved
         self._held: dict[str, int] = {}
         self._norm: torch.Tensor | None = None
         self._clip_norm = config.optimizer.clip_norm
@@ -107,7 +108,9 @@ class DeepSpeedEngine:
         return self._held
 
     def _before_inner_step(self, *_: Any) -> None:
-        if self._updates == 1 and not self._held:
+        if self._first_moved is None:
+            self._first_moved = self._updates
+        elif self._updates > self._first_moved and not self._held:
             self._held = {kind: unique_bytes(tensors) for kind, tensors in self._held_tensors().items()}
 
     def _held_tensors(self) -> dict[str, list[torch.Tensor]]:

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from harness.config import ConfigError
-from harness.report import losses, page, pictures, resources, status, table, throughput
+from harness.report import losses, page, pictures, resources, staleness, status, table, throughput
 from harness.report.curves import LeftOut, Picture
 from harness.report.record import Run
 from harness.report.runs import Skipped, is_run, read_runs
@@ -103,7 +103,11 @@ def build_pictures(comparison: Comparison) -> list[Picture | LeftOut]:
         resources.communication(comparison),
         losses.against(comparison, "samples"),
         losses.against(comparison, "wall_s"),
+        losses.against(comparison, "updates"),
         losses.against(comparison, "sim_time_s"),
+        staleness.histogram(comparison),
+        staleness.token_overheads(comparison),
+        staleness.break_even(comparison),
         losses.against_batch_size(comparison),
     ]
 
