@@ -334,10 +334,13 @@ class TrainConfig:
     samples: int = 4800
     steps: int | None = None
     eval_every: int | None = None
+    checkpoint_every: int | None = None
+    keep: int = 2
+    resume: str = "auto"
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        for key in ("samples", "steps", "eval_every", "log_every"):
+        for key in ("samples", "steps", "eval_every", "checkpoint_every", "keep", "log_every"):
             check_at_least(f"train.{key}", getattr(self, key), 1)
 
 

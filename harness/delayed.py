@@ -254,6 +254,30 @@ class DelayedOptimizer(torch.optim.Optimizer):
         """The most of :attr:`pending_gradient_bytes` there ever was, also after the pending gradients were drained."""
         return max(self._drained_bytes, self.pending_gradient_bytes)
 
+    def pending_tensors(self, p: Tensor) -> dict[str, Tensor]:
+        """Everything held for one tensor, by kind: ``gradients/K``, ``weights/K``, ``group``, ``mean_square``."""
+        held = self._pending.get(p)
+        if held is None:
+            return {}
+        if held.device.type == "cpu" and p.is_cuda:
+            torch.cuda.synchronize()  # copies to the host may be under way
+        kept = {f"gradients/{k}": g for k, g in held.gradients.items() if g is not None}
+        kept |= {f"weights/{k}": w for k, w in held.weights.items()}
+        return kept | {k: t for k in ("group", "mean_square") if (t := getattr(held, k)) is not None}
+
+    def pending_tensor(self, p: Tensor, kind: str) -> Tensor:
+        """The tensor of a kind of :meth:`pending_tensors`, made if there is none; to be filled from a checkpoint."""
+        held = self._held(p)
+        place, _, index = kind.partition("/")
+        if index:
+            tensors = getattr(held, place)
+            if int(index) not in tensors:
+                tensors[int(index)] = held.keep(torch.zeros_like(p, requires_grad=False))
+            return tensors[int(index)]
+        if getattr(held, place) is None:
+            setattr(held, place, torch.zeros_like(p, requires_grad=False))
+        return getattr(held, place)
+
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The inner optimizer's, and under ``delayed`` the schedule and what is pending, by parameter index."""
         if any(held.device.type == "cpu" and p.is_cuda for p, held in self._pending.items()):

@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from harness.checkpoint import Checkpoints
 from harness.config import Config, grad_accum_steps, load, total_steps
 from harness.data import Data, open_data
 from harness.display import Display, print_outcome
@@ -19,9 +20,9 @@ from harness.engines import Engine, build_engine
 from harness.feed import Feed
 from harness.hf_config import check_limits
 from harness.measure.hardware import describe_environment
-from harness.ranks import Watch, World, fix_threads, leave
+from harness.ranks import ToldToStop, Watch, World, fix_threads, leave
 from harness.recorder import Recorder
-from harness.rundir import RunDir, Status, write_json
+from harness.rundir import RunDir, Status, find_checkpoints, write_json
 from harness.screen import Screen
 from harness.server import Server
 from harness.tracking import Tracker
@@ -30,8 +31,13 @@ COUNTED_STEP = 1  # the update whose collectives are counted; the first also set
 FINISH_S = 20.0  # the longest W&B may take to close a run that did not complete
 
 
-def run(config_text: str, path: Path, world: World, screen: Screen) -> NoReturn:
-    """Train one run on this rank and leave the process, with whatever status it came to."""
+def run(config_text: str, path: Path, resume: Path | None, world: World, screen: Screen) -> NoReturn:
+    """Train one run on this rank and leave the process, with whatever status it came to.
+
+    Args:
+        path: the run directory.
+        resume: the checkpoint to go on from.
+    """
     config = load(config_text)
     leader = Leader(config, RunDir(path), screen) if world.rank == 0 else None
     screen.log_to(path / "logs" / f"rank{world.rank}.log")
@@ -44,8 +50,17 @@ def run(config_text: str, path: Path, world: World, screen: Screen) -> NoReturn:
         if leader:
             leader.start(engine, data)
         server = Server(config, world, engine)
-        recorder = Recorder(config, world, leader)
-        train(config, world, data, engine, server, recorder)
+        recorder = Recorder(config, world, leader, watch)
+        checkpoints = Checkpoints(config, world, engine, server, data.corpus.fingerprint, path)
+        first = 0
+        if resume is not None:
+            saved = checkpoints.load(resume)
+            first = saved["samples"] // (config.batch.global_size or 1)
+            recorder.load_state(saved["recorder"])
+        if leader:
+            leader.begin_at(first, resume)
+        watch.can_stop_later = config.train.checkpoint_every is not None
+        train(config, world, data, engine, server, recorder, checkpoints, first)
         summary = recorder.summarise(engine, server)
         if leader:
             leader.complete(summary)
@@ -81,6 +96,13 @@ class Leader:
             self.tracker = self._starting_tracker.result()
             self.tracker.add_config({"derived": {"n_params": engine.n_params}, "env": environment})
 
+    def begin_at(self, step: int, resume: Path | None) -> None:
+        """Say where a run goes on from; what it recorded after that is forgotten."""
+        self.run_dir.cut_metrics(step)
+        if resume is not None:
+            self.display.say(f"goes on after update {step} from {resume}")
+            self.run_dir.write_status("running", resumed_from=str(resume))
+
     def rows(self, rows: list[dict]) -> None:
         """Write and show rows of metrics."""
         self.run_dir.append_metrics(rows)
@@ -100,7 +122,8 @@ class Leader:
 
     def end(self, status: Status, reason: str) -> None:
         """Record a run that ends otherwise; called by the watch thread."""
-        self.run_dir.write_status(status, reason)
+        resumable = bool(find_checkpoints(self.run_dir.path / "checkpoints"))
+        self.run_dir.write_status(status, reason, resumable=resumable)
         self.display.close()
         if self._starting_tracker is not None:
             closing = threading.Thread(target=self._close_tracker, args=(status, reason), daemon=True)
@@ -117,13 +140,27 @@ class Leader:
         print_outcome(self.screen.out, str(self.run_dir.path), status, self.run_dir.read_summary())
 
 
-def train(config: Config, world: World, data: Data, engine: Engine, server: Server, recorder: Recorder) -> None:
-    """Every update of a run: micro batches, forward and backward, one step, now and then an evaluation or a flush."""
+def train(
+    config: Config,
+    world: World,
+    data: Data,
+    engine: Engine,
+    server: Server,
+    recorder: Recorder,
+    checkpoints: Checkpoints,
+    first: int,
+) -> None:
+    """Every update of a run from ``first``: micro batches, forward and backward, one step; now and then an evaluation,
+    a flush or a checkpoint.
+
+    Raises:
+        ToldToStop: on every rank, after a checkpoint, when one of them was told to.
+    """
     batch, steps = config.batch, total_steps(config)
     assert batch.global_size is not None
-    feed = Feed(config, world, data)
-    for step in range(steps):
-        with recorder.traffic if step == COUNTED_STEP else nullcontext():
+    feed = Feed(config, world, data, first)
+    for step in range(first, steps):
+        with recorder.traffic if step == first + COUNTED_STEP else nullcontext():
             recorder.start_update()
             asked_at = time.perf_counter()
             targets, batches = feed.update(step)
@@ -139,8 +176,12 @@ def train(config: Config, world: World, data: Data, engine: Engine, server: Serv
             recorder.end_update(step, loss, norm, server.end_update())
         if evaluation_due(config, step, steps):
             recorder.evaluated(*evaluate(config, world, data, engine))
-        elif step == 0 or (step + 1) % config.train.log_every == 0 or step + 1 == steps:
+        elif step in (first, steps - 1) or (step + 1) % config.train.log_every == 0 or checkpoints.due(step, steps):
             recorder.flush()
+        if checkpoints.due(step, steps) or recorder.stop_requested:
+            recorder.checkpoint(checkpoints, step)
+        if recorder.stop_requested and step + 1 < steps:
+            raise ToldToStop(recorder.watch.told if recorder.watch else "")
 
 
 def evaluation_due(config: Config, step: int, steps: int) -> bool:
