@@ -110,7 +110,7 @@ class RunDir:
         try:
             run.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(run.path.parent / f".{run.path.name}.lock"):
-                find_resume(config, run)
+                find_resume(config, run)  # a folder without a checkpoint is refused before anything is touched
                 earlier = run.read_status()
                 if earlier is not None and earlier["status"] == "running":
                     raise RunGoingOn(f"{run.path}: this run is going on (pid {earlier['pid']}); wait for it or end it")
@@ -146,7 +146,10 @@ class RunDir:
             (self.path / name).unlink(missing_ok=True)
         write_whole(self.path / "config.yaml", config_text)
         write_whole(self.path / "command.txt", shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]) + "\n")
-        self.write_status("running", started_at=time.time(), attempt=attempt, resumable=False)
+        goes_on = resumable and any(self.path.glob("checkpoints/samples-*"))
+        wandb_attempt = (self.read_status() or {}).get("wandb_attempt", 1) if goes_on else attempt
+        begun = {"started_at": time.time(), "attempt": attempt, "wandb_attempt": wandb_attempt}
+        self.write_status("running", resumable=False, **begun)
 
     def write_status(self, status: Status, reason: str = "", **more: Any) -> None:
         """Record how the run stands; ``more`` is kept from one call to the next."""

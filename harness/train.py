@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,6 +30,7 @@ from harness.server import Server
 from harness.tracking import Tracker
 
 COUNTED_STEP = 1  # the update whose collectives are counted; the first also sets things up
+WANDB_S = 60.0  # the longest W&B may take to start
 FINISH_S = 20.0  # the longest W&B may take to close a run that did not complete
 
 
@@ -93,8 +96,26 @@ class Leader:
         environment = describe_environment(data.corpus.fingerprint)
         write_json(self.run_dir.path / "env.json", environment)
         if self._starting_tracker is not None:
-            self.tracker = self._starting_tracker.result()
-            self.tracker.add_config({"derived": {"n_params": engine.n_params}, "env": environment})
+            try:
+                self.tracker = self._starting_tracker.result(WANDB_S)
+            except Exception as error:
+                self._lose_wandb(error)
+        self._tell_wandb(lambda t: t.add_config({"derived": {"n_params": engine.n_params}, "env": environment}))
+
+    def _tell_wandb(self, tell: Callable[[Tracker], None]) -> None:
+        """W&B keeps a copy of what is on disk: trouble with it is said and recorded, and costs the run nothing."""
+        if self.tracker is not None:
+            try:
+                tell(self.tracker)
+            except Exception as error:
+                self._lose_wandb(error)
+
+    def _lose_wandb(self, error: Exception) -> None:
+        traceback.print_exception(error)
+        self.tracker = self._starting_tracker = None
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        self.run_dir.write_status("running", wandb_lost=reason)
+        self.display.say(f"W&B is lost ({reason}); the run goes on, its record is on disk")
 
     def begin_at(self, step: int, resume: Path | None) -> None:
         """Say where a run goes on from; what it recorded after that is forgotten."""
@@ -107,16 +128,14 @@ class Leader:
         """Write and show rows of metrics."""
         self.run_dir.append_metrics(rows)
         self.display.update(rows[-1])
-        if self.tracker:
-            self.tracker.log(rows)
+        self._tell_wandb(lambda tracker: tracker.log(rows))
 
     def complete(self, summary: dict) -> None:
         """Record a run that did all its updates."""
         self.display.close()
         wandb_dir = self.tracker.offline_dir if self.tracker else None
         self.run_dir.write_summary({**summary, "wandb_dir": wandb_dir})
-        if self.tracker:
-            self.tracker.finish(summary, "completed")
+        self._tell_wandb(lambda tracker: tracker.finish(summary, "completed"))
         self.run_dir.write_status("completed")
         self._print_outcome()
 

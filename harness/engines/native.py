@@ -125,9 +125,8 @@ class NativeEngine:
         for name, p in self.loss_model.model.named_parameters():
             start = 0
             if isinstance(p, DTensor):
-                offsets: Any
-                _, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-                start = offsets[0] * math.prod(p.shape[1:])
+                place: Any = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+                start = place[1][0] * math.prod(p.shape[1:])
             if length := local(p).numel():
                 found.append(Fragment(name, start, length, p, 0))
         return found
