@@ -62,7 +62,7 @@ class DDPEngine(NativeEngine):
 def after_backward(world: World) -> Any:
     """A DDP communication hook that keeps every bucket until the last is full, then all-reduces them in order."""
     waiting: list[tuple[torch.Tensor, torch.futures.Future]] = []
-    devices = [world.device] if world.device.type == "cuda" else []
+    devices: list[Any] = [world.device] if world.device.type == "cuda" else []
 
     def hook(state, bucket):  # DDP checks annotations by identity: none are allowed here
         future: torch.futures.Future = torch.futures.Future(devices=devices)

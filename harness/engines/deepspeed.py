@@ -36,17 +36,18 @@ class DeepSpeedEngine:
         self.stage = config.zero.stage
         self.n_params = sum(p.numel() for p in meta_model(config).parameters())
         self.settings = build_ds_config(config, self.n_params)
-        dtype = DTYPES[config.precision]
-        shard = self._partition if self.stage == 3 else None
-        model = build_model(config, dtype, shard)
+        self.dtype = DTYPES[config.precision]
+        self._exact: dict[nn.Parameter, torch.Tensor] = {}  # fp32 values of 16-bit parameters, until they have masters
+        model = build_model(config, torch.float32, self._partition if self.stage == 3 else None)
         gather_blocks = config.model.compile if config.zero.whole_blocks is None else config.zero.whole_blocks
         if self.stage == 3 and gather_blocks:  # hooks on the modules inside would be in the compiler's way
             deepspeed.utils.set_z3_leaf_modules(model, list({type(block) for block in blocks(model)}))
         if self.stage < 3:
+            self._exact = {p: self._convert(p) for p in model.parameters()}
             model.to(world.device)
         parameters = list(model.parameters())
         self.optimizer = build_optimizer(config, parameters)
-        self.arithmetic = "fp32" if dtype == torch.float32 else f"{config.precision} weights, fp32 master weights"
+        self.arithmetic = "fp32" if self.dtype == torch.float32 else f"{config.precision} weights, fp32 master weights"
         self._updates = 0
         self._first_moved: int | None = None  # the update in which the weights first moved
         self._held: dict[str, int] = {}
@@ -56,6 +57,7 @@ class DeepSpeedEngine:
             model=model, optimizer=self.optimizer, model_parameters=parameters, config=self.settings
         )
         self.engine.clip_fp32_gradients = self._clip_unsharded
+        self._set_masters()
         for state in self.optimizer.state.values():
             if "step" in state:  # stage 0 in 16 bit allocates the state by a step on zeros, which must not count
                 state["step"].zero_()
@@ -63,10 +65,43 @@ class DeepSpeedEngine:
 
     def _partition(self, unit: nn.Module) -> None:
         """Shard a unit's parameters over the ranks; its buffers stay whole."""
+        exact = {p: self._convert(p) for p in unit.parameters() if not hasattr(p, "ds_tensor")}
         deepspeed.zero.Init(module=unit, config_dict_or_path=self.settings)
+        if self.dtype != torch.float32:
+            for parameter, whole in exact.items():
+                count = parameter.ds_tensor.numel()  # type: ignore[attr-defined]  # the last rank's part is padded
+                part = whole.flatten()[self.world.rank * count :][:count]
+                self._exact[parameter] = nn.functional.pad(part, (0, count - part.numel()))
         for module in unit.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self.world.device)
+
+    def _convert(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Convert a parameter to the run's precision; its fp32 value before."""
+        exact = parameter.data
+        parameter.data = exact.to(self.dtype)
+        return exact
+
+    def _set_masters(self) -> None:
+        """DeepSpeed makes fp32 master weights from rounded parameters. Rounded masters would swallow the first small
+        updates of a run: give them the exact initial weights."""
+        if self.dtype == torch.float32:
+            self._exact.clear()
+        masters = self._unsharded_masters() if self.stage == 0 and self._exact else {}
+        for parameter, exact in self._exact.items():
+            if self.stage == 0:
+                masters[parameter].data.copy_(exact)
+            elif self.stage == 3:
+                deepspeed.utils.safe_set_local_fp32_param(parameter, exact)
+            else:
+                deepspeed.utils.safe_set_full_fp32_param(parameter, exact)
+        self._exact.clear()
+
+    def _unsharded_masters(self) -> dict[nn.Parameter, torch.Tensor]:
+        """The master weights of stage 0 in 16 bit, by parameter."""
+        zero = self.engine.optimizer
+        groups = zip(zero.fp16_groups, zero.fp32_groups, strict=True)
+        return dict(pair for fp16, fp32 in groups for pair in zip(fp16, fp32, strict=True))
 
     def forward_backward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor, last: bool

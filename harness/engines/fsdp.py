@@ -26,7 +26,7 @@ class FSDPEngine(NativeEngine):
     def __init__(self, config: Config, world: World):
         self._mesh = init_device_mesh(world.device.type, (world.size,))
         half = torch.bfloat16 if config.precision == "bf16" else None
-        self._options = {
+        self._options: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": config.engine.reshard,
             "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None),

@@ -111,7 +111,11 @@ class NativeEngine:
     def _before_inner_step(self, *_: Any) -> None:
         if self._updates == 1 and not self._held:
             states = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-            held = {"param": self.parameters, "grad": [p.grad for p in self.parameters], "optimizer": states}
+            held: dict[str, list[Any]] = {
+                "param": self.parameters,
+                "grad": [p.grad for p in self.parameters],
+                "optimizer": states,
+            }
             self._held = {
                 kind: unique_bytes(local(t) for t in tensors if t is not None) for kind, tensors in held.items()
             }
