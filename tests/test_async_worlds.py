@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
+import harness.server
 from harness.asynchrony import compensated_gradient
 from harness.clock import Clock
-from harness.config import AsyncConfig, total_steps
+from harness.config import AsyncConfig, ConfigError, total_steps
 from harness.data import open_data
 from harness.delayed import DelayedOptimizer
 from harness.engines import build_engine, build_torch_optimizer
@@ -25,7 +26,7 @@ from tests.worlds import compose, run_world
 UPDATES = 50
 BATCH = 8
 RANDOM_TOKENS = [
-    "model.config={vocab_size: 64, n_positions: 16, n_embd: 64, n_layer: 2, n_head: 4}", "data=synthetic",
+    "model.config={vocab_size: 256, n_positions: 16, n_embd: 64, n_layer: 2, n_head: 4}", "data=synthetic",
     "data.seq_len=16", "data.eval_samples=0", f"batch.global_size={BATCH}",
     f"train.steps={UPDATES}",
 ]  # fmt: skip
@@ -36,13 +37,11 @@ OPTIMIZERS = {
     "adamw": ["optimizer=adamw", "lr.base=2e-3", "lr.warmup_samples=80"],
 }
 EXPONENTIAL = ["parallel=async", "parallel.workers=4", "parallel.clock=exponential"]
-ARMS = [
-    EXPONENTIAL,
-    ["parallel=async", "parallel.workers=3", "parallel.clock_cv=0.5", "parallel.max_staleness=1"],
-    [*EXPONENTIAL, "parallel.gradients_per_update=3", "parallel.lr_mode=match_sync", "parallel.drain=drop"],
-    [*EXPONENTIAL, "parallel.remedy=lr_over_staleness", "parallel.speeds=[1,1,1,0.3]", "parallel.pending_device=cpu"],
-    [*EXPONENTIAL, "parallel.remedy=dc_asgd", "parallel.dc_lambda=2"],
-]
+GROUPS = [*EXPONENTIAL, "parallel.gradients_per_update=3", "parallel.lr_mode=match_sync", "parallel.drain=drop"]
+BOUNDED = ["parallel=async", "parallel.workers=3", "parallel.clock_cv=0.5", "parallel.max_staleness=1"]
+OVER_STALENESS = [*EXPONENTIAL, "parallel.remedy=lr_over_staleness", "parallel.speeds=[1,1,1,0.3]"]
+COMPENSATED = [*EXPONENTIAL, "parallel.remedy=dc_asgd", "parallel.dc_lambda=2", "parallel.pending_device=cpu"]
+ARMS = {"sgd": [BOUNDED, COMPENSATED], "momentum": [EXPONENTIAL, GROUPS], "adamw": [EXPONENTIAL, OVER_STALENESS]}
 
 
 class Rows(list):
@@ -106,6 +105,23 @@ def naive_server(config) -> NaiveServer:
     ).run()
 
 
+@pytest.fixture(scope="module")
+def naive_servers():
+    """One naive server per optimizer and arm, for all stages, worlds and splits."""
+    servers: dict[str, NaiveServer] = {}
+
+    def server(config) -> NaiveServer:
+        key = str((config.optimizer, config.parallel if config.parallel.kind == "async" else "sync"))
+        if key not in servers:
+            servers[key] = naive_server(config)
+        return servers[key]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the model is tiny: more threads only wait for each other
+    yield server
+    torch.set_num_threads(threads)
+
+
 def plain(optimizer):
     assert not isinstance(optimizer, DelayedOptimizer)
     return optimizer
@@ -122,32 +138,34 @@ def splits(world_size: int) -> list[str]:
     return [f"batch.micro_size={per_rank}", f"batch.micro_size={per_rank // 4}"]
 
 
+def cases_of(world_size: int) -> list[list[str]]:
+    """Each optimizer in each stage, with and without accumulation, which the two worlds take in turns; sync last."""
+    cases = []
+    for (number, kind), stage in itertools.product(enumerate(OPTIMIZERS), range(4)):
+        place = [
+            f"zero=stage{stage}",
+            "zero.sub_group_size=20000",
+            splits(world_size)[(number + stage + world_size) % 2],
+        ]
+        cases.append([*RANDOM_TOKENS, *OPTIMIZERS[kind], *place, *ARMS[kind][stage // 2]])
+    return cases + [[each for each in case if "parallel" not in each] for case in cases[-4:]]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_equal_those_of_a_naive_parameter_server(world_size):
-    places = list(itertools.product(range(4), splits(world_size)))
-    cases = [
-        [*RANDOM_TOKENS, *OPTIMIZERS[kind], f"zero=stage{stage}", split, *arm]
-        for number, kind in enumerate(OPTIMIZERS)
-        for (stage, split), arm in zip(places, itertools.cycle(ARMS[number:] + ARMS[:number]), strict=False)
-    ]
-    sync = [[*RANDOM_TOKENS, *OPTIMIZERS["adamw"], f"zero=stage{stage}", split] for stage, split in places]
-    configs = [compose(*case, world_size=world_size) for case in [*cases, *sync]]
-    results = run_world(world_size, run_cases, configs)[0]
-    naive: dict[str, NaiveServer] = {}
+def test_weights_equal_those_of_a_naive_parameter_server(world_size, naive_servers):
+    cases = cases_of(world_size)
+    configs = [compose(*case, world_size=world_size) for case in cases]
     distances = []
-    for config, (rows, weights, summary) in zip(configs, results, strict=True):
-        key = str((config.optimizer, config.parallel if config.parallel.kind == "async" else "sync"))
-        if key not in naive:
-            naive[key] = naive_server(config)
-        server = naive[key]
+    for config, (rows, weights, summary) in zip(configs, run_world(world_size, run_cases, configs)[0], strict=True):
+        server = naive_servers(config)
         distances.append(distance(weights, server.model))
         assert (summary["updates"], summary["applied_gradients"]) == (server.updates, server.applied)
+        assert [each for row in rows for each in row["staleness"]] == server.staleness
+        assert summary["staleness_histogram"] == {str(s): n for s, n in sorted(Counter(server.staleness).items())}
         if config.parallel.kind == "async":
             assert summary["sim_time_s"] == server.now
-            assert summary["staleness_histogram"] == {str(s): n for s, n in sorted(Counter(server.staleness).items())}
-            assert [each for row in rows for each in row["staleness"]] == server.staleness
-    of_sync = max(distances[len(cases) :])
-    for case, far in zip(cases, distances, strict=False):
+    sync = distances[-4:]
+    for case, far, of_sync in zip(cases[:-4], distances, [0.0] * 8 + sync, strict=False):
         assert far < (3 * of_sync if "optimizer=adamw" in case else 1e-6), (case, far, of_sync)
 
 
@@ -178,6 +196,7 @@ def test_a_run_records_what_was_applied_and_holds_back_a_shard():
     base = [*RANDOM_TOKENS, *OPTIMIZERS["adamw"], "lr.schedule=linear"]
     cases = [[f"zero=stage{stage}", *arm] for stage in range(4)]
     cases += [["zero=stage3", *arm, "parallel.drain=drop"], ["zero=stage3", *arm, "precision=bf16"]]
+    cases += [["zero=stage2", *arm, "zero.offload_optimizer=true"]]
     results = run_world(2, run_cases, [compose(*base, *case, world_size=2) for case in cases])[0]
     for case, (rows, _, summary) in zip(cases, results, strict=True):
         whole = 4 * summary["n_params"] * (workers - 1)
@@ -205,3 +224,30 @@ def test_a_run_records_what_was_applied_and_holds_back_a_shard():
         times = [row["sim_time_s"] for row in rows]
         assert times == sorted(times) and times[workers - 2] == 0 and times[-1] == summary["sim_time_s"] > 0
     assert results[0][2]["param_bytes"] == 4 * results[0][2]["n_params"]
+
+
+def test_the_clock_of_sync_is_that_of_its_slowest_worker():
+    clocked = ["parallel.clock=exponential", "parallel.clock_mean_s=0.5", "train.steps=6"]
+    arms = {0: 4, 1: 5}  # backup workers, workers that compute
+    cases = [[*RANDOM_TOKENS, *clocked, "parallel.workers=4", f"parallel.backup_workers={b}"] for b in arms]
+    results = run_world(1, run_cases, [compose(*case) for case in cases])[0]
+    clock = Clock("exponential", mean_s=0.5)
+    for (rows, _, summary), computing in zip(results, arms.values(), strict=True):
+        times = [sorted(clock.seconds(w, k, BATCH / 4) for w in range(computing))[3] for k in range(6)]
+        assert [row["sim_time_s"] for row in rows] == pytest.approx([sum(times[: k + 1]) for k in range(6)])
+        assert summary["sim_time_s"] == rows[-1]["sim_time_s"]
+        assert [row["updates"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["loss"] for row in results[0][0]] == [row["loss"] for row in results[1][0]]
+
+
+def refusal(world, config):
+    harness.server.free_memory_bytes = lambda device: 1000
+    with pytest.raises(ConfigError) as error:
+        run_case(world, config)
+    return str(error.value)
+
+
+def test_pending_gradients_that_do_not_fit_are_refused_before_the_first_update():
+    config = compose(*RANDOM_TOKENS, *COMPENSATED, "zero=stage3", world_size=2)
+    for message in run_world(2, refusal, config):
+        assert message.startswith("parallel.workers=4: pending gradients need") and "DC-ASGD" in message

@@ -131,7 +131,7 @@ def marks_of(points: dict[int, Point]) -> list[Mark]:
     ]
 
 
-MOST_LINES = 8  # told apart on one panel
+MOST_LINES = 9  # told apart on one panel
 MOST_PANELS = 6
 
 

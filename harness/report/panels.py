@@ -90,7 +90,7 @@ def set_scale(axis: Axes, panel: Panel, measured: list[Line], scale: float) -> N
     elif panel.zero:
         axis.set_ylim(bottom=0, top=max([1.0 if panel.quantity == "percent" else 0, *axis.get_ylim()]) * 1.06)
     else:
-        low, high = calm_range(measured, panel.steps)
+        low, high = calm_range(panel.lines if panel.steps else measured, panel.steps)
         if high > low:
             axis.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
@@ -98,7 +98,7 @@ def set_scale(axis: Axes, panel: Panel, measured: list[Line], scale: float) -> N
 def calm_range(lines: list[Line], points: bool) -> tuple[float, float]:
     """The range of what did not diverge; if every curve did, up to half above where they started."""
     calm = [line for line in lines if points or not line.marks]
-    values = [value for line in calm for value in (*line.low, *line.high)]
+    values = [value for line in calm for value in (line.y if line.ideal else (*line.low, *line.high))]
     if values:
         return min(values), max(values)
     lows = [value for line in lines for value in line.y]

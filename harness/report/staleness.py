@@ -48,29 +48,28 @@ def histogram(comparison: Comparison) -> Curve | LeftOut:
             group.update({int(staleness): int(count) for staleness, count in counts.items()})
     if not groups:
         return LeftOut(slug, title, "no asynchronous run has completed")
-    varied = [i for i, values in enumerate(zip(*groups, strict=True)) if len(set(values)) > 1]
-    panels: dict[str, Panel] = {}
-    for key, counts in sorted(groups.items(), key=lambda group: [natural(value) for value in group[0]]):
-        settings = dict(zip(DECIDING, key, strict=True))
-        law = str(settings["parallel.clock"])
-        panel = panels.setdefault(
-            law, Panel(f"{law} clock", "staleness (weight updates)", "share of the gradients", [], "share")
-        )
-        total = sum(counts.values())
-        mean = sum(staleness * count for staleness, count in counts.items()) / total
-        label = label_of({DECIDING[i]: key[i] for i in varied if DECIDING[i] != "parallel.clock"})
-        places = range(max(counts) + 2)
-        shares = [counts[staleness] / total for staleness in places]
-        number = len([line for line in panel.lines if not line.ideal])
-        panel.lines.append(
-            Line(f"{label}: mean {mean:.2f}", [float(x) for x in places], shares, shares, shares, color=number)
-        )
-        if law == "exponential" and plain(settings):
-            workers = int(str(settings[WORKERS]))
-            expected = [geometric_staleness(workers, staleness) for staleness in places]
-            panel.lines.append(Line("geometric, mean N - 1", [float(x) for x in places], expected, ideal=True))
+    panels, colors = [], dict[str, int]()
+    for law in dict.fromkeys(key[0] for key in groups):
+        of_law = {key: counts for key, counts in groups.items() if key[0] == law}
+        varied = [
+            i for i, values in enumerate(zip(*of_law, strict=True)) if len(set(values)) > 1 or DECIDING[i] == WORKERS
+        ]
+        lines = []
+        for key, counts in sorted(of_law.items(), key=lambda group: [natural(value) for value in group[0]]):
+            total = sum(counts.values())
+            mean = sum(staleness * count for staleness, count in counts.items()) / total
+            label = f"{label_of({DECIDING[i]: key[i] for i in varied})}: mean {mean:.2f}"
+            places = [float(staleness) for staleness in range(max(counts) + 2)]
+            shares = [counts[round(x)] / total for x in places]
+            lines.append(Line(label, places, shares, shares, shares, color=colors.setdefault(label, len(colors))))
+            settings = dict(zip(DECIDING, key, strict=True))
+            if law == "exponential" and plain(settings):
+                workers = int(str(settings[WORKERS]))
+                expected = [geometric_staleness(workers, round(x)) for x in places]
+                lines.append(Line("geometric, mean N - 1", places, expected, ideal=True))
+        panels.append(Panel(f"{law} clock", "staleness (weight updates)", "share of the gradients", lines, "share"))
     note = "Each with one gradient per update has a mean of N - 1 in the limit, less while filling and draining."
-    return Curve(slug, title, list(panels.values()), note)
+    return Curve(slug, title, panels, note)
 
 
 def plain(settings: dict[str, Hashable]) -> bool:
@@ -172,6 +171,7 @@ def break_even(comparison: Comparison) -> Curve | LeftOut:
     """Token overhead against what asynchrony saves in time, E[slowest of N] / E[one], a panel per law of times."""
     slug, title = "break_even", "Does asynchrony pay?"
     panels: dict[tuple[str, float], Panel] = {}
+    colors: dict[str, int] = {}
     for series, line in overhead_lines(comparison):
         law, cv = str(series.runs[0].config["parallel.clock"]), float(series.runs[0].config["parallel.clock_cv"])
         if law == "trace" or series.runs[0].config["parallel.speeds"]:
@@ -182,7 +182,8 @@ def break_even(comparison: Comparison) -> Curve | LeftOut:
             (law, cv), Panel(name, "logical workers", "time or samples, over sync", [], "ratio", steps=True, zero=False)
         )
         line.values = {key: value for key, value in line.values.items() if key != "parallel.clock"}
-        line.label, line.color = label_of(line.values) if line.values else "async", len(panel.lines)
+        line.label = label_of(line.values) if line.values else "async"
+        line.color = colors.setdefault(line.label, len(colors))
         panel.lines.append(line)
     if not panels:
         return LeftOut(slug, title, "no token overhead is known for a law of times that theory covers")
@@ -190,5 +191,5 @@ def break_even(comparison: Comparison) -> Curve | LeftOut:
         workers = range(1, int(max(line.x[-1] for line in panel.lines)) + 1)
         saved = [break_even_overhead(law, n, cv) for n in workers]
         panel.lines.append(Line("E[slowest of N] / E[one]", [float(n) for n in workers], saved, ideal=True))
-    note = f"{OVERHEAD_NOTE} Asynchrony pays where it lies below the grey line; compute alone, communication ignored."
+    note = f"{OVERHEAD_NOTE} Asynchrony pays where they lie below the grey line; compute alone, communication ignored."
     return Curve(slug, title, list(panels.values()), note)
