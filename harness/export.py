@@ -27,9 +27,10 @@ def export(run: Path, out: Path) -> Path:
     from harness.checkpoint import WEIGHT, Reader, read_description
     from harness.model import meta_model
 
-    checkpoint = run if (run / "checkpoint.json").exists() else (find_checkpoints(run / "checkpoints") or [None])[-1]
-    if checkpoint is None:
+    found = [run] if (run / "checkpoint.json").exists() else find_checkpoints(run / "checkpoints")
+    if not found:
         raise ConfigError(f"{run}: no checkpoint there; train with train.checkpoint_every=SAMPLES")
+    checkpoint = found[-1]
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: exists and is not empty; give a new folder")
     read_description(checkpoint)

@@ -148,8 +148,9 @@ class RunDir:
         write_whole(self.path / "command.txt", shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]) + "\n")
         goes_on = resumable and any(self.path.glob("checkpoints/samples-*"))
         wandb_attempt = (self.read_status() or {}).get("wandb_attempt", 1) if goes_on else attempt
-        begun = {"started_at": time.time(), "attempt": attempt, "wandb_attempt": wandb_attempt}
-        self.write_status("running", resumable=False, **begun)
+        self.write_status(
+            "running", started_at=time.time(), attempt=attempt, wandb_attempt=wandb_attempt, resumable=False
+        )
 
     def write_status(self, status: Status, reason: str = "", **more: Any) -> None:
         """Record how the run stands; ``more`` is kept from one call to the next."""
