@@ -1,0 +1,1 @@
+"""What a run measures and the arithmetic it is measured against."""
