@@ -7,7 +7,7 @@ Hydra composes a DictConfig against these schemas; :func:`to_config` turns it in
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -15,6 +15,10 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+OBJECTIVES = (
+    "final_loss", "eval_loss", "tokens_per_s", "tokens_per_s_per_rank", "samples_per_s", "step_time_s_median",
+    "step_time_s_p90", "mfu", "hfu", "tflops_per_rank", "peak_memory_bytes", "comm_traffic_bytes", "wall_s",
+)  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -29,6 +33,12 @@ def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
 def check_at_least(key: str, value: float | None, limit: float) -> None:
     if value is not None and not (math.isfinite(value) and value >= limit):
         raise ConfigError(f"{key}={value}: must be a finite number of at least {limit}")
+
+
+def check_study(name: str) -> str:
+    if not name or name.startswith(".") or any(character in name for character in "/\\\0\n"):
+        raise ConfigError(f"study={name!r}: must be a plain folder name")
+    return name
 
 
 @dataclass
@@ -74,6 +84,8 @@ class DataConfig:
         if paths is not None and not (isinstance(paths, list) and all(isinstance(p, str) for p in paths)):
             raise ConfigError(f"data.path={self.path}: must be a path or a list of paths")
         self.path = paths
+        if self.kind == "text" and not paths:
+            raise ConfigError("data.path: data=text needs data.path=FILE_FOLDER_OR_GLOB")
         if self.kind == "hub" and (self.name is None) == (self.path is None):
             raise ConfigError("data=hub: needs either data.name=DATASET or data.path=SAVED_FOLDER")
 
@@ -215,8 +227,10 @@ class TrainConfig:
 class LaunchConfig:
     world_size: int | None = None
     timeout_s: float | None = None
+    rerun: str = "none"
 
     def __post_init__(self) -> None:
+        check_choice("launch.rerun", self.rerun, ("none", "failed", "all"))
         check_at_least("launch.world_size", self.world_size, 1)
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(f"launch.timeout_s={self.timeout_s}: must be above 0")
@@ -256,11 +270,11 @@ class Config:
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, PRECISIONS)
         check_at_least("seed", self.seed, 0)
-        if not self.study or self.study.startswith(".") or any(c in self.study for c in "/\\\0\n"):
-            raise ConfigError(f"study={self.study!r}: must be a plain folder name")
+        check_study(self.study)
+        check_choice("objective", self.objective, OBJECTIVES)
 
 
-GROUPS = {
+GROUPS: dict[str, dict[str, type]] = {
     "model": {"model": ModelConfig},
     "data": {"data": DataConfig},
     "batch": {"batch": BatchConfig},
@@ -286,6 +300,12 @@ def to_config(composed: DictConfig) -> Config:
     Raises:
         ConfigError: in one line, for a missing or invalid value.
     """
+    nodes = {f"{key!s}.": composed._get_node(key) for key in composed}
+    for prefix, node in {"": composed, **nodes}.items():
+        schema = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
+        if isinstance(node, DictConfig) and is_dataclass(schema):
+            for key in set(node) - {known.name for known in fields(schema)}:
+                raise ConfigError(f"{prefix}{key}={node[key]}: no such key; see --cfg job for those there are")
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -310,11 +330,14 @@ def dump(config: Config) -> str:
 def load(text: str) -> Config:
     """The inverse of :func:`dump`."""
     values = OmegaConf.create(text)
+    assert isinstance(values, DictConfig)
     schema = OmegaConf.structured(Config)
     for group, schemas in GROUPS.items():
         kind = values[group].get("kind")
         schema[group] = OmegaConf.structured(schemas.get(kind) or next(iter(schemas.values())))
-    return to_config(OmegaConf.merge(schema, values))
+    merged = OmegaConf.merge(schema, values)
+    assert isinstance(merged, DictConfig)
+    return to_config(merged)
 
 
 def resolve(config: Config, world_size: int, on_gpu: bool) -> Config:

@@ -36,9 +36,12 @@ DOCUMENT_END = 0  # byte that ends a document; text has no NUL
 class Corpus(Protocol):
     """Token sequences by index; the last ``eval_size`` are held out."""
 
-    train_size: int | None  # None: endless
     eval_size: int
     fingerprint: str
+
+    @property
+    def train_size(self) -> int | None:
+        """Sequences to train on; None where they never end."""
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Tokens of each sequence."""
@@ -60,8 +63,9 @@ class StoredCorpus:
     eval_size: int
     fingerprint: str
 
-    def __post_init__(self) -> None:
-        self.train_size = len(self.starts) - self.eval_size
+    @property
+    def train_size(self) -> int:
+        return len(self.starts) - self.eval_size
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         return self.ends[indices] - self.starts[indices]
@@ -82,10 +86,13 @@ class SyntheticCorpus:
     seq_len: int
     ragged: bool
     eval_size: int
-    train_size: None = None
 
     def __post_init__(self) -> None:
         self.fingerprint = f"synthetic-{self.seed}-{self.vocab_size}-{self.seq_len}-{self.ragged}"
+
+    @property
+    def train_size(self) -> None:
+        return None
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         if not self.ragged:
@@ -114,7 +121,7 @@ class Data:
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.corpus.train_size)
+        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.corpus.train_size or 0)
 
     def indices(self, first: int, count: int) -> np.ndarray:
         """Corpus indices of samples ``first`` … ``first + count - 1``; every epoch is a new permutation."""
@@ -203,9 +210,9 @@ def cut(bounds: np.ndarray, seq_len: int, pack: bool) -> tuple[np.ndarray, np.nd
     if pack:
         starts = np.arange(0, int(bounds[-1]) - seq_len + 1, seq_len) if len(bounds) else np.zeros(0, dtype=np.int64)
         return starts, starts + seq_len
-    document_starts = np.concatenate([[0], bounds[:-1]]).astype(np.int64)
-    starts = np.concatenate([np.arange(s, e, seq_len) for s, e in zip(document_starts, bounds, strict=True)] or [[]])
-    starts = starts.astype(np.int64)
+    document_starts = np.concatenate([[0], bounds])[: len(bounds)].astype(np.int64)
+    cuts = [np.arange(s, e, seq_len) for s, e in zip(document_starts, bounds, strict=True)]
+    starts = np.concatenate([np.zeros(0, dtype=np.int64), *cuts])
     ends = np.minimum(starts + seq_len, bounds[np.searchsorted(bounds, starts, side="right")])
     has_target = ends - starts >= 2
     return starts[has_target], ends[has_target]
@@ -239,12 +246,12 @@ def build_tokens(source: Iterator[str | bytes], data: DataConfig, folder: Path) 
     try:
         with open(work / "raw", "wb") as raw:
             for document in source:
-                tokens = np.append(encode(document), end).astype(dtype)
+                tokens: np.ndarray = np.append(encode(document), end).astype(dtype)
                 raw.write(tokens.tobytes())
                 digest.update(tokens.tobytes())
                 total += len(tokens)
                 bounds.append(total)
-        flat = np.fromfile(work / "raw", dtype=dtype) if total else np.zeros(0, dtype=dtype)
+        flat: np.ndarray = np.fromfile(work / "raw", dtype=dtype) if total else np.zeros(0, dtype=dtype)
         np.save(work / "tokens.npy", flat)
         np.save(work / "bounds.npy", np.asarray(bounds, dtype=np.int64))
         digest.update(np.asarray(bounds, dtype=np.int64).tobytes())
@@ -261,7 +268,7 @@ def find_source(data: DataConfig) -> tuple[Iterator[str | bytes], Any]:
     if data.kind == "hub":
         return open_dataset(data)
     files = stdlib_files() if data.kind == "stdlib" else text_files(data.path or [])
-    identity = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    identity: list[Any] = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     if data.kind == "stdlib":
         identity = [sys.version, *[[f.name, f.stat().st_size] for f in files]]
     return (f.read_bytes() for f in files), identity

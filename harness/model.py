@@ -8,7 +8,6 @@ holds the whole model; everywhere else the same units are simply kept.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from harness.config import CheckpointingConfig, Config, ConfigError, ModelConfig
+from harness.hf_config import hf_config, local_or_name
 
 
 class LossModel(nn.Module):
@@ -39,59 +39,6 @@ class LossModel(nn.Module):
         return self.model(input_ids=input_ids, labels=labels, num_items_in_batch=targets, use_cache=False).loss
 
 
-def hf_config(model: ModelConfig) -> Any:
-    """The transformers config of a model.
-
-    Raises:
-        ConfigError: unknown family or argument, or a hub name or folder that cannot be read.
-    """
-    from transformers import AutoConfig
-
-    try:
-        if model.path is not None:
-            return AutoConfig.from_pretrained(
-                local_or_name(model.path), trust_remote_code=model.trust_remote_code, **model.config
-            )
-        return AutoConfig.for_model(model.family, **model.config)
-    except Exception as error:
-        key = f"model.path={model.path}" if model.path is not None else f"model.family={model.family}"
-        raise ConfigError(f"{key}: cannot be configured ({' '.join(str(error).split())[:200]})") from error
-
-
-def local_or_name(path: str) -> str:
-    folder = Path(path).expanduser()
-    return str(folder) if folder.exists() else path
-
-
-def check_limits(config: Config) -> int:
-    """The vocabulary size of a run's model, after checking that the sequences fit its positions.
-
-    Raises:
-        ConfigError: a sequence longer than the model's positions.
-    """
-    limits = known_limits(config.model) or vars(hf_config(config.model))
-    positions = limits.get("max_position_embeddings") or limits.get("n_positions")
-    if positions is not None and config.data.seq_len > positions:
-        raise ConfigError(
-            f"data.seq_len={config.data.seq_len}: longer than the {positions} positions of model={config.model.name}; "
-            f"shorten it to at most {positions}"
-        )
-    if not isinstance(limits.get("vocab_size"), int):
-        raise ConfigError(f"model={config.model.name}: its config names no vocab_size; is it a causal language model?")
-    return limits["vocab_size"]
-
-
-def known_limits(model: ModelConfig) -> dict[str, Any]:
-    """The config's numbers where they stand written, without importing transformers."""
-    if model.path is None:
-        return model.config if "vocab_size" in model.config else {}
-    try:
-        written = json.loads((Path(model.path).expanduser() / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return {**written, **model.config} if "vocab_size" in written else {}
-
-
 def set_dropout(settings: Any, probability: float) -> list[str]:
     """Set every dropout of a transformers config; the names of those that were different."""
     names = [
@@ -105,17 +52,14 @@ def set_dropout(settings: Any, probability: float) -> list[str]:
     return changed
 
 
-def build_model(config: Config, dtype: torch.dtype, shard: Callable[[nn.Module], None] | None = None) -> LossModel:
-    """A model in training mode on the CPU, in ``dtype``.
+def meta_model(config: Config) -> Any:
+    """The model of a config with every tensor on the meta device: shapes without memory.
 
-    Args:
-        dtype: of the parameters; weights are drawn in fp32 and then converted.
-        shard: called with each unit as soon as it is filled; ZeRO-3 partitions it here.
+    Raises:
+        ConfigError: when transformers cannot build it, or its loss cannot be normalised over a global batch.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
     settings = hf_config(config.model)
     changed = set_dropout(settings, config.model.dropout)
     if changed:
@@ -130,10 +74,28 @@ def build_model(config: Config, dtype: torch.dtype, shard: Callable[[nn.Module],
                 trust_remote_code=config.model.trust_remote_code,
             )
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"model={config.model.name}: cannot be built ({' '.join(str(error).split())[:200]})") from error
+        raise ConfigError(
+            f"model={config.model.name}: cannot be built ({' '.join(str(error).split())[:200]})"
+        ) from error
     if not getattr(model, "accepts_loss_kwargs", True):
         raise ConfigError(f"model={config.model.name}: its loss cannot be normalised over a global batch")
-    fill = pretrained_filler(config.model, model) if config.model.path is not None else random_filler(config.seed, model)
+    return model
+
+
+def build_model(config: Config, dtype: torch.dtype, shard: Callable[[nn.Module], None] | None = None) -> LossModel:
+    """A model in training mode on the CPU, in ``dtype``.
+
+    Args:
+        dtype: of the parameters; weights are drawn in fp32 and then converted.
+        shard: called with each unit as soon as it is filled; ZeRO-3 partitions it here.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    model = meta_model(config)
+    fill = (
+        pretrained_filler(config.model, model) if config.model.path is not None else random_filler(config.seed, model)
+    )
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -285,7 +247,7 @@ def apply_checkpointing(model: Any, checkpointing: CheckpointingConfig) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing.reentrant})
     if checkpointing.mode == "selective":
         for number, block in enumerate(blocks(model)):
-            block.gradient_checkpointing = number % checkpointing.every == 0
+            block.gradient_checkpointing = number % checkpointing.every == 0  # type: ignore[assignment]
 
 
 def attention_of(block: nn.Module) -> nn.Module:
@@ -300,6 +262,13 @@ def recompute(module: nn.Module, reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
     forward = module.forward
-    module.forward = lambda *args, **kwargs: checkpoint(  # type: ignore[method-assign]
-        lambda *a: forward(*a, **kwargs), *args, use_reentrant=reentrant
-    )
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        names = list(kwargs)  # the reentrant kind looks for gradients among positional arguments only
+
+        def call(*values: Any) -> Any:
+            return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+
+        return checkpoint(call, *args, *kwargs.values(), use_reentrant=reentrant)
+
+    module.forward = checkpointed  # type: ignore[method-assign]

@@ -20,15 +20,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from filelock import FileLock
+from omegaconf import DictConfig, OmegaConf
 
-from harness.config import Config, ConfigError, dump
+from harness.config import Config, ConfigError, check_study, dump
 
 Status = Literal["running", "completed", "oom", "diverged", "failed", "timeout", "killed"]
 
 # What does not change the result, or only how it is kept and shown.
 NOT_HASHED = (
     ("study",), ("runs_dir",), ("wandb",), ("objective",), ("train", "log_every"), ("launch", "timeout_s"),
+    ("launch", "rerun"),
 )  # fmt: skip
+VANISHED = "its process vanished without a word"
 
 
 def config_hash(config: Config) -> str:
@@ -44,7 +48,9 @@ def config_hash(config: Config) -> str:
 
 def run_name(config: Config) -> str:
     """A readable name from a resolved config: model, engine and stage, world, batch, hash."""
-    model = re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(config.model.path or config.model.name).name)[:40].strip(".") or "model"
+    model = (
+        re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(config.model.path or config.model.name).name)[:40].strip(".") or "model"
+    )
     return f"{model}-{job_type(config)}-w{config.launch.world_size}-b{config.batch.global_size}-{config_hash(config)}"
 
 
@@ -70,6 +76,10 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+class RunGoingOn(ConfigError):
+    """The same run is going on in another process."""
+
+
 class RunDir:
     """One run's directory, written by one process at a time: the parent of the world, then its rank 0."""
 
@@ -78,27 +88,51 @@ class RunDir:
         self.logs = path / "logs"
 
     @classmethod
+    def of(cls, config: Config) -> RunDir:
+        """Where the run of a resolved config lies, whether it exists or not."""
+        return cls(Path(config.runs_dir).expanduser() / config.study / run_name(config))
+
+    @classmethod
     def create(cls, config: Config) -> RunDir:
-        """A fresh directory for a resolved config; an earlier record of the same run moves to ``<name>.N``.
+        """The directory of a run that starts now. A completed record of the same run moves to ``<name>.N``; one that
+        did not complete is begun again in its place.
 
         Raises:
-            ConfigError: when the directory cannot be written or its run is still going on.
+            RunGoingOn: when the same run is going on.
+            ConfigError: when the directory cannot be written.
         """
-        path = Path(config.runs_dir).expanduser() / config.study / run_name(config)
-        run = cls(path)
-        earlier = run.read_status()
-        if earlier is not None and earlier["status"] == "running":
-            raise ConfigError(f"{path}: this run is going on (pid {earlier['pid']}); wait for it or end it")
+        run = cls.of(config)
         try:
-            if path.exists():
-                path.rename(free_neighbour(path))
-            run.logs.mkdir(parents=True)
-            write_whole(path / "config.yaml", dump(config))
-            write_whole(path / "command.txt", shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]) + "\n")
-            run.write_status("running", started_at=time.time(), attempt=1)
+            run.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(run.path.parent / f".{run.path.name}.lock"):
+                earlier = run.read_status()
+                if earlier is not None and earlier["status"] == "running":
+                    raise RunGoingOn(f"{run.path}: this run is going on (pid {earlier['pid']}); wait for it or end it")
+                if earlier is not None and earlier["status"] == "completed":
+                    run.path.rename(free_neighbour(run.path))
+                    earlier = None
+                run._begin(dump(config), 1 if earlier is None else earlier.get("attempt", 1) + 1)
         except OSError as error:
             raise ConfigError(f"runs_dir={config.runs_dir}: cannot be written ({error.strerror or error})") from error
         return run
+
+    @classmethod
+    def refuse(cls, composed: DictConfig, reason: str) -> RunDir:
+        """The failed record of a composed config that cannot run."""
+        text = OmegaConf.to_yaml(composed)
+        study = Path(composed.runs_dir).expanduser() / check_study(composed.study)
+        run = cls(study / f"refused-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+        run._begin(text, 1)
+        run.write_status("failed", reason)
+        return run
+
+    def _begin(self, config_text: str, attempt: int) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "summary.json", "ds_config.json", "env.json"):
+            (self.path / name).unlink(missing_ok=True)
+        write_whole(self.path / "config.yaml", config_text)
+        write_whole(self.path / "command.txt", shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]) + "\n")
+        self.write_status("running", started_at=time.time(), attempt=attempt)
 
     def write_status(self, status: Status, reason: str = "", **more: Any) -> None:
         """Record how the run stands; ``more`` is kept from one call to the next."""
@@ -117,7 +151,7 @@ class RunDir:
             except psutil.NoSuchProcess:
                 alive = False
             if not alive:
-                record |= {"status": "killed", "reason": "its process vanished without a word"}
+                record |= {"status": "killed", "reason": VANISHED}
         return record
 
     def append_metrics(self, rows: list[dict[str, Any]]) -> None:

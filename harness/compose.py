@@ -1,0 +1,118 @@
+"""From a command line to a config: Hydra, its long answers reduced to one line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from harness.config import (
+    GROUPS,
+    Config,
+    ConfigError,
+    LaunchConfig,
+    LRConfig,
+    TrainConfig,
+    WandbConfig,
+    register_schemas,
+    resolve,
+    to_config,
+)
+from harness.data import open_data
+from harness.ds_config import check_passthrough
+from harness.hf_config import check_limits
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+def run_hydra(arguments: list[str], task: Callable[[DictConfig], Any]) -> None:
+    """Hydra's own command line; ``task`` gets each composed config, and none for ``--help`` or ``--cfg``.
+
+    What ``task`` raises ends a multirun there.
+
+    Raises:
+        ConfigError: whatever Hydra refuses, in one line that keeps its list of options.
+        SystemExit: as Hydra ends its own commands.
+        BaseException: what ``task`` raised.
+    """
+    register_schemas()
+    sys.argv = [sys.argv[0], *arguments]
+    raised: list[BaseException] = []
+
+    def guarded(composed: DictConfig) -> Any:
+        try:
+            return task(composed)
+        except BaseException as error:  # kept from Hydra, which would print it in its own way
+            raised.append(error)
+            sys.exit()
+
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand its own exceptions to us
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(guarded)()
+    except Exception as error:
+        raise ConfigError(one_line(error)) from error
+    except SystemExit:
+        if not raised:
+            raise
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if before is not None:
+            os.environ["HYDRA_FULL_ERROR"] = before
+    if raised:
+        raise raised[0]
+
+
+def one_line(error: BaseException) -> str:
+    """The message of Hydra or OmegaConf in one line: what, and the options there are."""
+    text = str(error).split("Config search path")[0].split("full_key:")[0].split("Set the environment")[0]
+    heading, _, options = text.partition("Available options")
+    line = " ".join(heading.split()).removeprefix("In 'config': ")
+    names = [name.strip() for name in options.splitlines()[1:] if name.strip() and not name.strip().endswith("_schema")]
+    if names:
+        line += f"; choose one of {', '.join(names)}"
+    elif (cause := error.__cause__) is not None and str(cause).splitlines()[0] not in line:
+        line += f" ({str(cause).splitlines()[0]})"
+    unknown = re.search(r"Could not override '([\w.]+)'", line)
+    near = difflib.get_close_matches(unknown[1], known_keys(), n=1) if unknown else []
+    return f"{line}; did you mean {near[0]}?" if near else line
+
+
+def known_keys() -> list[str]:
+    """Every key of the configs, dotted."""
+    keys = [field.name for field in fields(Config)]
+    schemas: dict[str, list[type]] = {
+        **{g: [*kinds.values()] for g, kinds in GROUPS.items()},
+        "lr": [LRConfig],
+        "train": [TrainConfig],
+    }
+    schemas |= {"launch": [LaunchConfig], "wandb": [WandbConfig]}
+    for group, kinds in schemas.items():
+        keys += [f"{group}.{field.name}" for kind in kinds for field in fields(kind)]
+    return keys
+
+
+def decide(composed: DictConfig, world_size: int, gpus: int) -> Config:
+    """The resolved config of a run, with everything checked that can be known before a rank starts.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    config = resolve(to_config(composed), world_size, on_gpu=gpus > 0)
+    check_passthrough(config)
+    open_data(config, check_limits(config))
+    return config
+
+
+def check_gpus(ranks: int, gpus: int) -> None:
+    """Refuse more ranks on this machine than it has GPUs, where it has any."""
+    if 0 < gpus < ranks:
+        raise ConfigError(f"launch.world_size={ranks}: this machine shows {gpus} GPUs; start at most one rank per GPU")

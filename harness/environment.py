@@ -1,0 +1,111 @@
+"""What this process was started as: a rank or not, with which devices. Imports no torch where none is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import psutil
+
+# What a launcher sets for a rank; a world that a rank or a batch script starts must not inherit it.
+RANK_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
+    "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS",
+    "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "WANDB_RUN_ID",
+)  # fmt: skip
+LAUNCHERS = ("deepspeed.launcher.launch", "torchrun", "torch.distributed.run", "torch/distributed/run")
+WATCH_PARENT = "HARNESS_PARENT_PID"  # set by the parent of a world that it started itself
+
+
+def set_rank_environment() -> bool:
+    """Whether this process is a rank; fills in what a launcher other than DeepSpeed's leaves out.
+
+    ``deepspeed`` and ``torchrun`` set RANK and WORLD_SIZE. ``srun`` sets Slurm's variables; a batch script has some
+    of them too, but is no step of several tasks.
+    """
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        env.setdefault("LOCAL_RANK", env["RANK"])
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+        env.setdefault("MASTER_PORT", "29500")
+        return True
+    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = (
+            env[key] for key in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+        )
+        if "MASTER_ADDR" not in env:
+            command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+            hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+            env["MASTER_ADDR"] = hosts[0] if len(hosts) > 1 else "127.0.0.1"
+        step = int(env["SLURM_JOB_ID"]) * 97 + int(env["SLURM_STEP_ID"])
+        env.setdefault("MASTER_PORT", str(20_000 + step % 10_000))
+        return True
+    return False
+
+
+def ranks_on_host() -> int:
+    """Ranks that this rank's launcher started on this machine."""
+    for key in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        if key in os.environ:
+            return int(os.environ[key])
+    return int(os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ["WORLD_SIZE"]).split("(")[0].split(",")[0])
+
+
+def visible_gpus() -> int:
+    """GPUs that torch would see here."""
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def without_local_rank(arguments: list[str]) -> list[str]:
+    """Arguments without the ``--local_rank=N`` that launchers inject and Hydra refuses."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in ("--local_rank", "--local-rank"):
+            skip = True
+        elif not argument.startswith(("--local_rank=", "--local-rank=")):
+            kept.append(argument)
+    return kept
+
+
+def oom_kills() -> int:
+    """How many processes of this control group the kernel has killed for want of memory; 0 where it does not say."""
+    for path, key in (
+        ("/sys/fs/cgroup/memory.events", "oom_kill"),
+        ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill"),
+    ):
+        try:
+            with open(path) as file:
+                counts = dict(line.split() for line in file)
+            return int(counts[key])
+        except (OSError, KeyError, ValueError):
+            continue
+    return 0
+
+
+def launchers() -> list[psutil.Process]:
+    """The launcher processes above this rank whose end means that nobody waits for it any more."""
+    found = []
+    own = psutil.Process()
+    parent = own.parent()
+    if parent is not None and any(name in " ".join(parent.cmdline()) for name in LAUNCHERS):
+        found.append(parent)
+        above = parent.parent()
+        started_by = os.environ.get(WATCH_PARENT)
+        if above is not None and (str(above.pid) == started_by or "deepspeed" in " ".join(above.cmdline()[:3])):
+            found.append(above)
+    return found
+
+
+def alive(process: psutil.Process | None) -> bool:
+    try:
+        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,177 @@
+"""The parent of a world: starts one on a config, watches it, and says how it ended."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from harness.config import Config, total_steps
+from harness.display import Display
+from harness.environment import RANK_VARIABLES, alive, launchers, oom_kills
+from harness.rundir import VANISHED, RunDir, Status
+
+MAIN = Path(__file__).resolve().parent / "main.py"
+POLL_S = 0.1
+GRACE_S = 30.0  # from telling a world to end until it is killed
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stopped(BaseException):
+    """This process was told to stop, or nobody waits for it any more."""
+
+
+def launch(config: Config, run: RunDir, title: str, note: str = "") -> None:
+    """Start a world on a run's directory and wait for its end, which ``status.json`` tells afterwards.
+
+    Args:
+        title, note: shown with the progress.
+
+    Raises:
+        Stopped: when this process was told to stop; the world has ended and its run is recorded.
+    """
+    assert config.launch.world_size is not None
+    display = Display(sys.stderr, total_steps(config), title, note)
+    kills_before = oom_kills()
+    with stop_signals():
+        log = open(run.logs / "launcher.log", "ab")  # noqa: SIM115
+        world = subprocess.Popen(
+            world_command(config.launch.world_size, run.path.resolve()),
+            env=world_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        log.close()
+        ended: tuple[Status, str] | None = None
+        try:
+            ended = wait(world, run, display, config.launch.timeout_s)
+            wait_for_group(world.pid)
+        except Stopped as stop:
+            end_world(world)
+            ended = ("killed", str(stop))
+            raise
+        finally:
+            display.close()
+            kill_group(world.pid)
+            record_end(run, ended, kills_before)
+
+
+def wait(
+    world: subprocess.Popen[bytes], run: RunDir, display: Display, timeout_s: float | None
+) -> tuple[Status, str] | None:
+    """Show progress until the world ends; what this process had to do about it, if anything."""
+    started, seen = time.monotonic(), 0
+    above = launchers()
+    while world.poll() is None:
+        time.sleep(POLL_S)
+        if not all(alive(process) for process in above):
+            raise Stopped("its launcher vanished")
+        rows = new_rows(run, seen)
+        if rows:
+            seen += len(rows)
+            display.update(rows[-1])
+        # The ranks end themselves at timeout_s; this is for ranks that cannot.
+        if timeout_s is not None and time.monotonic() - started > timeout_s + GRACE_S:
+            end_world(world)
+            return "timeout", f"took longer than launch.timeout_s={timeout_s:g}"
+    return None
+
+
+def new_rows(run: RunDir, seen: int) -> list[dict[str, Any]]:
+    with contextlib.suppress(ValueError):  # a row being written
+        return run.read_metrics()[seen:]
+    return []
+
+
+def record_end(run: RunDir, ended: tuple[Status, str] | None, kills_before: int) -> None:
+    """Write the status of a world that could not write its own."""
+    status = run.read_status() or {}
+    if status.get("status") != "running" and status.get("reason") != VANISHED:
+        return  # rank 0 wrote it
+    if ended is not None:
+        run.write_status(*ended)
+    elif oom_kills() > kills_before:
+        run.write_status("oom", "rank 0 was killed for want of host memory")
+    else:
+        run.write_status("failed", f"rank 0 died without a word; last line of its log: {last_line(run)}")
+
+
+def last_line(run: RunDir) -> str:
+    """The last words of the logs of a world that did not get to write a status."""
+    for name in ("rank0.log", "launcher.log"):
+        with contextlib.suppress(OSError):
+            lines = [line for line in (run.logs / name).read_text(errors="replace").splitlines() if line.strip()]
+            if lines:
+                return lines[-1][:300]
+    return "(empty)"
+
+
+def world_command(world_size: int, run_dir: Path) -> list[str]:
+    """DeepSpeed's launcher for ranks on this machine; without its runner, which would import DeepSpeed once more."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [d.strip() for d in visible.split(",")][:world_size] if visible else list(range(world_size))
+    info = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
+    return [
+        sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={info}", "--master_addr=127.0.0.1",
+        f"--master_port={free_port()}", str(MAIN), f"--run-dir={run_dir}",
+    ]  # fmt: skip
+
+
+def world_environment() -> dict[str, str]:
+    environment = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
+    environment["HARNESS_PARENT_PID"] = str(os.getpid())
+    return environment
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def stop_signals() -> Any:
+    """SIGINT, SIGTERM and SIGUSR1 raise :class:`Stopped` inside."""
+
+    def stop(number: int, _: Any) -> None:
+        for other in STOP_SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
+        raise Stopped(f"received {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_world(world: subprocess.Popen[bytes]) -> None:
+    """Tell every process of the world to end, and make sure."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(world.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        world.wait(GRACE_S)
+    kill_group(world.pid)
+    world.wait()
+
+
+def wait_for_group(group: int) -> None:
+    """Give ranks whose launcher was killed the time to notice and to record it."""
+    deadline = time.monotonic() + GRACE_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(POLL_S)
+
+
+def kill_group(group: int) -> None:
+    """Nothing of an ended world stays behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

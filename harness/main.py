@@ -1,0 +1,131 @@
+"""The way in: `deepspeed harness/main.py +exp=zero3`, torchrun, srun, or plain python, which starts a world itself.
+
+Under a launcher rank 0 alone runs Hydra and publishes the resolved config; without one, this process composes it
+and starts a world on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__" and sys.path and Path(sys.path[0]).resolve() == ROOT / "harness":
+    sys.path[0] = str(ROOT)  # no module of this folder may shadow a library
+
+from harness.environment import ranks_on_host, set_rank_environment, visible_gpus, without_local_rank  # noqa: E402
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from harness.ranks import World
+    from harness.screen import Screen
+
+RUN_DIR = "--run-dir="  # given to the ranks of a world that this module started itself
+
+
+def main() -> None:
+    arguments = without_local_rank(sys.argv[1:])
+    if not set_rank_environment():
+        run_parent(arguments)
+    elif not {"-m", "--multirun"} & set(arguments):
+        run_rank(arguments)
+    elif os.environ["RANK"] == "0":
+        run_parent(arguments, default_world_size=int(os.environ["WORLD_SIZE"]))
+
+
+def run_parent(arguments: list[str], default_world_size: int | None = None) -> NoReturn:
+    """Compose runs and start a world for each.
+
+    Args:
+        default_world_size: ranks of a sweep's point that does not say.
+    """
+    from harness.compose import run_hydra
+    from harness.config import ConfigError
+    from harness.launch import Stopped
+    from harness.sweep import Sweep, is_multirun, run_once
+
+    sweep = Sweep(arguments, default_world_size) if is_multirun(arguments) else None
+    completed: list[bool] = []
+    try:
+        run_hydra(arguments, sweep or (lambda composed: completed.append(run_once(composed))))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except Stopped as stop:
+        print(f"stopped: {stop}; the same command goes on from here", file=sys.stderr)
+        sys.exit(1)
+    if sweep is not None and sweep.done:
+        sweep.finish()
+    sys.exit(0 if all(completed) else 1)
+
+
+def run_rank(arguments: list[str]) -> NoReturn:
+    """Be one rank: get the config, composing it on rank 0, and train."""
+    from harness.screen import Screen
+
+    screen = Screen()
+    from harness.ranks import leave
+
+    world = join(screen)
+    message = compose_and_publish(arguments, world, screen) if world.rank == 0 else world.receive()
+    if "run_dir" not in message:
+        if world.rank == 0:
+            world.wait_until_received()
+        leave(message["exit"])
+    from harness.train import run
+
+    run(message["config"], Path(message["run_dir"]), world, screen)
+
+
+def join(screen: Screen) -> World:
+    from harness.config import ConfigError
+    from harness.ranks import World, leave
+
+    try:
+        return World.join()
+    except ConfigError as error:
+        if os.environ["RANK"] == "0":
+            print(f"error: {error}", file=screen.err)
+        leave(1)
+
+
+def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> dict[str, Any]:
+    """Rank 0: decide what the world does and tell the other ranks, whatever happens here."""
+    from harness.compose import check_gpus, decide, run_hydra
+    from harness.config import ConfigError, dump
+    from harness.rundir import RunDir
+
+    message: dict[str, Any] = {"exit": 0}
+
+    def task(composed: DictConfig) -> None:
+        gpus = visible_gpus()
+        check_gpus(ranks_on_host(), gpus)
+        config = decide(composed, world.size, gpus)
+        message.update(config=dump(config), run_dir=str(RunDir.create(config).path.resolve()))
+
+    try:
+        with contextlib.redirect_stdout(screen.out), contextlib.redirect_stderr(screen.err):
+            if arguments and arguments[0].startswith(RUN_DIR):
+                path = Path(arguments[0].removeprefix(RUN_DIR))
+                message.update(config=(path / "config.yaml").read_text(), run_dir=str(path))
+            else:
+                run_hydra(arguments, task)
+    except ConfigError as error:
+        message = {"exit": 1}
+        print(f"error: {error}", file=screen.err)
+    except SystemExit as end:
+        message = {"exit": 0 if not end.code else 1}
+    except BaseException:
+        message = {"exit": 1}
+        raise
+    finally:
+        world.publish(message)
+    return message
+
+
+if __name__ == "__main__":
+    main()

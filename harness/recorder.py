@@ -1,0 +1,165 @@
+"""From what happens in training to rows of metrics and a summary, without making training wait.
+
+Losses and norms stay on the device and marks on its time line until a flush, which reduces them over the ranks in
+two collectives, between updates.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from harness.config import Config, grad_accum_steps, total_steps
+from harness.engines import Engine
+from harness.lr import scaled_rate
+from harness.measure.memory import peak_memory_bytes
+from harness.measure.steps import StepClock, rates
+from harness.measure.traffic import TrafficCounter, ring_traffic_bytes
+from harness.ranks import Diverged, World
+
+if TYPE_CHECKING:
+    from harness.train import Leader
+
+EXPLODED = 2.0  # a flush whose mean loss exceeds this multiple of the first loss has diverged
+
+
+class Recorder:
+    """Collects one row per update on every rank; rank 0's leader writes and shows them.
+
+    Args:
+        leader: rank 0's, which writes and shows rows; None elsewhere.
+    """
+
+    def __init__(self, config: Config, world: World, leader: Leader | None):
+        assert config.batch.global_size is not None
+        self.config = config
+        self.world = world
+        self.leader = leader
+        self.clock = StepClock(world.device)
+        self.batch_size = config.batch.global_size
+        self.started = time.monotonic()
+        self.pending: list[dict[str, Any]] = []
+        self.step_times: list[float] = []
+        self.data_waits: list[float] = []
+        self.traffic = TrafficCounter()
+        self.first_loss: float | None = None
+        self.last_row: dict[str, Any] = {}
+        self.eval_loss: float | None = None
+        self.eval_time_s = 0.0
+
+    def start_update(self) -> None:
+        self.data_wait = 0.0
+        self.start = self.clock.mark()
+
+    def data_ready(self, asked_at: float) -> None:
+        self.data_wait += time.perf_counter() - asked_at
+
+    def end_update(self, step: int, loss: torch.Tensor, grad_norm: Any, rate: float) -> None:
+        """Keep update ``step`` (from 0); ``loss`` is this rank's share, a scalar on the device."""
+        done = step + 1
+        self.pending.append(
+            {
+                "step": done,
+                "samples": done * self.batch_size,
+                "tokens": done * self.batch_size * self.config.data.seq_len,
+                "loss": loss,
+                "lr": rate,
+                "grad_norm": grad_norm,
+                "marks": (self.start, self.clock.mark()),
+                "data_wait_s": self.data_wait,
+                "wall_s": time.monotonic() - self.started,
+            }
+        )
+
+    def evaluated(self, loss: torch.Tensor, seconds: float) -> None:
+        """Put an evaluation's loss share into the row of the last update, and flush."""
+        self.pending[-1]["eval_loss"] = loss
+        self.eval_time_s += seconds
+        self.flush()
+
+    def flush(self) -> None:
+        """Reduce, write and show the pending rows.
+
+        Raises:
+            Diverged: on every rank, when the loss is not finite or has exploded; the rows are written first.
+        """
+        rows, self.pending = self.pending, []
+        if not rows:
+            return
+        shares = [row["loss"] for row in rows] + [row["eval_loss"] for row in rows if "eval_loss" in row]
+        sums = torch.stack(shares).double()
+        dist.all_reduce(sums)
+        times = [self.clock.seconds(*row.pop("marks")) for row in rows]
+        slowest = self.world.max_over_ranks(times + [row["data_wait_s"] for row in rows])
+        losses = sums.tolist()
+        eval_losses = iter(losses[len(rows) :])
+        for row, loss, step_time, data_wait in zip(rows, losses, slowest, slowest[len(rows) :], strict=False):
+            row["loss"] = loss
+            row["step_time_s"] = step_time
+            row["tokens_per_s"] = self.batch_size * self.config.data.seq_len / step_time
+            row["data_wait_s"] = data_wait
+            row["grad_norm"] = None if row["grad_norm"] is None else float(row["grad_norm"])
+            if "eval_loss" in row:
+                row["eval_loss"] = self.eval_loss = next(eval_losses)
+        self.step_times += slowest[: len(rows)]
+        self.data_waits += slowest[len(rows) :]
+        self.last_row = rows[-1]
+        if self.first_loss is None:
+            self.first_loss = losses[0]
+        if self.leader is not None:
+            self.leader.rows(rows)
+        bad = next((row for row in rows if not math.isfinite(row["loss"])), None)
+        if bad is not None:
+            raise Diverged(f"the loss of update {bad['step']} is {bad['loss']}")
+        mean = sum(losses[: len(rows)]) / len(rows)
+        if mean > EXPLODED * self.first_loss:
+            raise Diverged(
+                f"the mean loss of updates {rows[0]['step']} to {rows[-1]['step']} is {mean:.3g}, "
+                f"more than {EXPLODED:g} times the first, {self.first_loss:.3g}"
+            )
+
+    def summarise(self, engine: Engine) -> dict[str, Any]:
+        """The scalars of a run: numbers of the slowest or fullest rank, null where they do not apply.
+
+        A collective: every rank must call it.
+        """
+        config, batch = self.config, self.config.batch
+        held = engine.held_bytes()
+        kinds = ("param", "grad", "optimizer")
+        most = self.world.max_over_ranks([float(peak_memory_bytes()), *[float(held.get(kind, 0)) for kind in kinds]])
+        state = {f"{kind}_bytes": int(count) if held else None for kind, count in zip(kinds, most[1:], strict=True)}
+        counted = len(self.step_times) > 1
+        return {
+            "world_size": self.world.size,
+            "zero_stage": config.zero.stage if config.engine.kind == "deepspeed" else None,
+            "engine": config.engine.kind,
+            "precision": config.precision,
+            "global_batch_size": batch.global_size,
+            "micro_batch_size": batch.micro_size,
+            "grad_accum_steps": grad_accum_steps(batch),
+            "lr": scaled_rate(config.lr, self.batch_size),
+            "n_params": engine.n_params,
+            "steps": total_steps(config),
+            "samples": self.last_row["samples"],
+            "tokens": self.last_row["tokens"],
+            **rates(self.step_times, self.batch_size, config.data.seq_len, self.world.size),
+            "mfu": None,
+            "hfu": None,
+            "tflops_per_rank": None,
+            "data_wait_share": sum(self.data_waits) / sum(self.step_times),
+            "eval_time_s": self.eval_time_s,
+            "wall_s": time.monotonic() - self.started,
+            "peak_memory_bytes": int(most[0]),
+            **state,
+            "comm_bytes_per_step": dict(self.traffic.bytes) if counted else None,
+            "comm_calls_per_step": dict(self.traffic.calls) if counted else None,
+            "comm_traffic_bytes": ring_traffic_bytes(self.traffic.bytes, self.world.size) if counted else None,
+            "first_loss": self.first_loss,
+            "final_loss": self.last_row["loss"],
+            "eval_loss": self.eval_loss,
+            "skipped_steps": engine.skipped_steps,
+        }

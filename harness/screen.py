@@ -1,0 +1,41 @@
+"""Keeps what libraries print off the user's screen: it goes to the run's log."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TextIO
+
+
+class Screen:
+    """Takes over file descriptors 1 and 2; ``out`` and ``err`` still reach the user.
+
+    Until the log's place is known the output waits in a temporary file.
+    """
+
+    def __init__(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.out: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
+        self.err: TextIO = os.fdopen(os.dup(2), "w", buffering=1)
+        self._waiting = tempfile.TemporaryFile("w+b")  # noqa: SIM115
+        self._redirect(self._waiting.fileno())
+
+    def log_to(self, path: Path) -> None:
+        """From now on everything goes to ``path``, with what has been waiting before it."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with open(path, "ab") as log:
+            self._waiting.seek(0)
+            shutil.copyfileobj(self._waiting, log)
+            log.flush()
+            self._redirect(log.fileno())
+        self._waiting.close()
+
+    @staticmethod
+    def _redirect(descriptor: int) -> None:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)

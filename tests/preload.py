@@ -1,0 +1,9 @@
+"""Imported once by the process that test ranks are forked from."""
+
+import deepspeed  # noqa: F401
+import torch  # noqa: F401
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+import harness.engines.deepspeed
+import harness.train  # noqa: F401

@@ -1,0 +1,114 @@
+"""A user's mistake gives one line that names key, value, limit and remedy, exit status 1, and no rank starts."""
+
+import os
+import socket
+
+import datasets
+import pytest
+
+from harness.compose import check_gpus
+from harness.config import ConfigError
+from harness.main import run_parent
+from tests.launched import FORMS, QUICK, Launched
+
+CASES = {
+    "+exp=zero9": ["exp/zero9", "zero0, zero1, zero2, zero3"],
+    "exp=zero3": ["+exp=zero3"],
+    "zero.stge=1": ["zero.stge", "did you mean zero.stage?"],
+    "+foo=1": ["foo=1", "no such key"],
+    "+data.foo=1": ["data.foo=1", "no such key"],
+    "foo=[": ["'['"],
+    "optimizer=adam": ["optimizer/adam", "adamw, sgd"],
+    "engine=foo": ["engine/foo", "deepspeed"],
+    "lr.rule=linaer": ["lr.rule=linaer", "none, linear, sqrt"],
+    "lr.schedule=cosin": ["lr.schedule=cosin", "constant, linear, cosine"],
+    "lr.base=nan": ["lr.base=nan", "finite"],
+    "lr.base=abc": ["lr.base=abc"],
+    "batch.global_size=33 launch.world_size=2": ["batch.global_size=33", "2 ranks", "32 or 34"],
+    "batch.micro_size=5": ["batch.micro_size=5", "32 sequences", "4 or 8"],
+    "batch=weak batch.per_rank_size=6 batch.micro_size=4": ["batch.micro_size=4", "3 or 6"],
+    "batch=weak batch.global_size=8": ["batch.global_size=8", "batch.per_rank_size", "batch=strong"],
+    "batch.global_size=0": ["batch.global_size=0", "at least 1"],
+    "precision=fp16": ["precision=fp16", "GPU", "fp32 or bf16"],
+    "precision=fp8": ["precision=fp8", "auto, fp32, bf16, fp16"],
+    "zero.stage=4": ["zero.stage=4", "0, 1, 2, 3"],
+    "zero=3": ["must be a string"],
+    "zero.offload_optimizer=true": ["zero.offload_optimizer=true", "2 or 3, not 0"],
+    "zero=stage2 zero.offload_params=true": ["zero.offload_params=true", "zero.stage=3, not 2"],
+    "+deepspeed.foo=1": ["deepspeed.foo=1", "zero_optimization"],
+    "+deepspeed.zero_optimization.foo=1": ["deepspeed.zero_optimization.foo"],
+    "+deepspeed.communication_data_type=auto": ["communication_data_type=auto", "Trainer"],
+    "+deepspeed.train_batch_size=8": ["train_batch_size=8", "batch.global_size"],
+    "+deepspeed.fp16.enabled=true": ["fp16.enabled=True", "precision"],
+    "+deepspeed.zero_optimization.stage=1": ["zero_optimization.stage=1", "zero.stage"],
+    "data=text": ["data.path", "data=text"],
+    "data=text data.path=/nowhere": ["data.path=/nowhere", "no such file"],
+    "data=hub": ["data.name", "data.path"],
+    "data=hub data.path=/nowhere": ["/nowhere", "no such folder"],
+    "data=hub data.path=SAVED data.column=body": ["data.column=body", "title, text"],
+    "data=hub data.path=SAVED data.split=test": ["data.split=test", "train"],
+    "data=text data.path=/etc/hostname": ["0 sequences", "one batch of 32", "data.seq_len"],
+    "data.ragged=true": ["data.ragged=true", "data=synthetic"],
+    "data.seq_len=4096": ["data.seq_len=4096", "512 positions"],
+    "data.tokenizer=/nowhere": ["data.tokenizer=/nowhere", "cannot be loaded"],
+    "model.config.vocab_size=100": ["256 tokens", "only 100"],
+    "model=hub": ["model.path"],
+    "model=hub model.path=/nowhere": ["model.path=/nowhere"],
+    "model.dropout=1.5": ["model.dropout=1.5", "[0, 1)"],
+    "checkpointing.part=mlp": ["checkpointing.part=mlp", "block, attention"],
+    "optimizer.betas=[0.9]": ["optimizer.betas=[0.9]", "two numbers"],
+    "train.samples=8": ["train.samples=8", "32 sequences"],
+    "launch.world_size=0": ["launch.world_size=0", "at least 1"],
+    "study=a/b": ["study='a/b'", "folder name"],
+    "runs_dir=/proc/nowhere": ["runs_dir=/proc/nowhere", "cannot be written"],
+}
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_a_mistake_gives_one_line_before_any_rank_starts(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if "SAVED" in command:
+        rows = {"title": ["a"], "text": ["b"]}
+        datasets.DatasetDict(train=datasets.Dataset.from_dict(rows)).save_to_disk(tmp_path / "saved")
+        capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        run_parent([part.replace("SAVED", str(tmp_path / "saved")) for part in command.split()])
+    assert end.value.code == 1
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert len(printed) == 1 and printed[0].startswith("error: "), printed
+    for expected in CASES[command]:
+        assert expected in printed[0], printed
+    assert not os.path.exists(tmp_path / "runs")
+
+
+def test_more_ranks_than_gpus():
+    check_gpus(4, 0)
+    check_gpus(2, 2)
+    with pytest.raises(ConfigError, match="world_size=4: this machine shows 2 GPUs"):
+        check_gpus(4, 2)
+
+
+def test_a_mistake_under_a_launcher_is_told_once_and_ends_every_rank(tmp_path):
+    launched = Launched([*FORMS["deepspeed"], *QUICK, "launch.world_size=4"], tmp_path)
+    assert launched.wait() == 1
+    errors = [line for line in launched.text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "launch.world_size=4: the launcher started 2 ranks" in errors[0], launched.text()
+    assert not os.path.exists(tmp_path / "runs")
+
+
+def test_what_only_a_rank_can_know_is_a_failed_run_with_one_line(tmp_path):
+    launched = Launched([*FORMS["python"], *QUICK, "model.config.n_embd=127"], tmp_path)
+    assert launched.wait() == 1
+    status = launched.run().read_status()
+    assert status["status"] == "failed" and "model=gpt2_tiny: cannot be built" in status["reason"], status
+    assert "Traceback" not in launched.text()
+
+
+def test_a_port_in_use(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        launched = Launched([port if part == "PORT" else part for part in FORMS["deepspeed"]] + QUICK, tmp_path)
+        assert launched.wait() == 1
+    assert f"error: master_port 127.0.0.1:{port}: in use; choose another with --master_port" in launched.text()

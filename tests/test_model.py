@@ -1,0 +1,115 @@
+"""Models: pretrained weights arrive whole in every stage, ZeRO-3 never holds the whole model, precisions train."""
+
+import torch
+import transformers
+
+from harness.data import open_data
+from harness.engines import build_engine
+from harness.engines.deepspeed import DeepSpeedEngine
+from harness.hf_config import check_limits
+from harness.model import blocks, build_model, units
+from tests.test_equivalence import TINY, engine_loops
+from tests.worlds import compose, run_world
+
+LLAMA = ["model=llama_tiny", "model.config.hidden_size=48", "model.config.intermediate_size=96", "data.seq_len=32"]
+
+
+def first_weights(world, configs):
+    return [build_engine(config, world).full_parameters() for config in configs]
+
+
+def test_pretrained_weights_arrive_whole_in_every_stage(tmp_path):
+    settings = transformers.GPT2Config(vocab_size=256, n_positions=64, n_embd=48, n_layer=2, n_head=4)
+    whole = transformers.GPT2LMHeadModel(settings)
+    whole.save_pretrained(tmp_path / "with_head")
+    whole.transformer.save_pretrained(tmp_path / "without_head")
+    whole.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    folders = ["with_head", "without_head", "sharded"]
+    configs = [
+        compose("model=hub", f"model.path={tmp_path / folder}", "data.seq_len=32", f"zero=stage{stage}", world_size=2)
+        for folder in folders
+        for stage in (0, 3)
+    ]
+    saved = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    for weights in run_world(2, first_weights, configs)[0]:
+        assert weights.keys() == saved.keys()
+        for name, weight in saved.items():
+            assert torch.equal(weights[name], weight), name
+
+
+def most_held_while_building(world, config):
+    """The most parameter bytes a rank holds at once while ZeRO-3 builds the model, and the bytes of the largest unit."""
+    most = 0
+    partition = DeepSpeedEngine._partition
+
+    def watched(engine, unit):
+        nonlocal most
+        held = sum(p.numel() for p in engine.parameters_seen) + sum(p.numel() for p in unit.parameters())
+        most = max(most, held)
+        partition(engine, unit)
+        engine.parameters_seen += [p.ds_tensor for p in unit.parameters()]
+
+    DeepSpeedEngine._partition, DeepSpeedEngine.parameters_seen = watched, []
+    engine = build_engine(config, world)
+    model = build_model(config, torch.float32).model
+    largest = max(sum(p.numel() for p in unit.parameters()) for _, unit in units(model))
+    return most, largest, engine.n_params
+
+
+def test_no_rank_ever_holds_the_whole_model_under_stage_3():
+    config = compose(*LLAMA, "zero=stage3", "model.config.num_hidden_layers=12", world_size=2)
+    for most, largest, n_params in run_world(2, most_held_while_building, config):
+        assert most <= n_params / 2 * 1.02 + largest < 0.7 * n_params
+
+
+def test_bf16_trains_in_every_stage():
+    configs = [
+        compose(*TINY, "precision=bf16", f"zero=stage{stage}", "lr.base=3e-3", "train.steps=20", world_size=2)
+        for stage in range(4)
+    ]
+    results = run_world(2, engine_loops, configs)[0]
+    for losses, *_ in results:
+        assert losses[-1] < losses[0] - 0.5
+    n = results[0][5]
+    held = [result[4] for result in results]
+    assert [round(h["param"] / n, 1) for h in held] == [2.0, 2.0, 2.0, 1.0]
+    assert [round(h["optimizer"] / n) for h in held] == [12, 6, 6, 6]
+
+
+def test_dropout_is_off_by_default_also_in_pretrained_configs(tmp_path):
+    transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=256, n_positions=64, n_embd=48, n_layer=1, n_head=4)
+    ).save_pretrained(tmp_path)
+    model = build_model(compose("model=hub", f"model.path={tmp_path}", "data.seq_len=32"), torch.float32)
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
+    model = build_model(
+        compose("model=hub", f"model.path={tmp_path}", "data.seq_len=32", "model.dropout=0.2"), torch.float32
+    )
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.2}
+
+
+def test_checkpointing_reaches_the_blocks_it_says():
+    flags = {}
+    for mode in ("none", "full", "selective"):
+        model = build_model(compose(f"checkpointing={mode}"), torch.float32)
+        flags[mode] = [block.gradient_checkpointing for block in blocks(model)]
+    assert flags == {"none": [False] * 4, "full": [True] * 4, "selective": [True, False, True, False]}
+
+
+def test_shipped_models_have_the_size_they_say():
+    sizes = {}
+    for name in ("gpt2_tiny", "llama_tiny", "gpt2", "llama_1b", "llama_8b"):
+        config = compose(f"model={name}")
+        from harness.model import meta_model
+
+        sizes[name] = sum(p.numel() for p in meta_model(config).parameters())
+        assert check_limits(config) >= 256
+    assert sizes == {
+        "gpt2_tiny": 891_648, "llama_tiny": 791_680, "gpt2": 124_439_808, "llama_1b": 953_223_168,
+        "llama_8b": 8_030_261_248,
+    }  # fmt: skip
+
+
+def test_a_resolved_run_opens_the_same_data_for_every_model():
+    ids = [open_data(compose(f"model={name}"), 256).batch([3])[0] for name in ("gpt2_tiny", "llama_tiny")]
+    assert torch.equal(*ids)

@@ -1,0 +1,147 @@
+"""Sweeps: however a point ends is recorded and the others go on; started again, only what is missing runs."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+
+from harness.rundir import RunDir
+from tests.launched import FORMS, MAIN, QUICK, ROOT, Launched, still_alive
+
+# One sweep over learning rates; a run's name tells its batch, so the fault is chosen by that.
+BATCHES = {
+    2: None, 4: [1, 2, "raise"], 6: [1, 2, "kill"], 8: [1, 2, "hang"], 10: [1, 2, "oom"], 12: [0, 2, "kill"],
+    14: [0, 2, "kill launcher"], 16: None,
+}  # fmt: skip
+EXPECTED = {
+    2: ("completed", ""), 4: ("failed", "rank 1: RuntimeError: injected"), 6: ("failed", "rank 1 died"),
+    8: ("timeout", "launch.timeout_s=20"), 10: ("oom", "injected: tried to allocate"),
+    12: ("failed", "rank 0 died"), 14: ("killed", "launcher vanished"), 16: ("completed", ""),
+}  # fmt: skip
+SWEEP = [
+    sys.executable, MAIN, "-m", "+exp=zero1", f"batch.global_size=3,{','.join(map(str, BATCHES))}", "study=ends",
+    "launch.world_size=2", "launch.timeout_s=20", "train.steps=4", "data.eval_samples=8", "data.seq_len=32",
+]  # fmt: skip
+
+
+def statuses(runs):
+    return {int(run.path.name.split("-b")[1].split("-")[0]): run.read_status() for run in runs if "-b" in run.path.name}
+
+
+def completed_at(runs):
+    return {run.path.name: run.read_status()["updated_at"] for run in runs}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The sweep with a fault in all but two of its points."""
+    faults = {f"-b{batch}-": fault for batch, fault in BATCHES.items() if fault}
+    launched = Launched(
+        SWEEP, tmp_path_factory.mktemp("sweep"),
+        FAULTS=json.dumps(faults), PYTHONPATH=f"{ROOT}/tests/faults:{ROOT}",
+    )  # fmt: skip
+    below = []
+    while launched.process.poll() is None:
+        below += [process for process in launched.descendants() if process not in below]
+        try:
+            launched.process.wait(1)
+        except subprocess.TimeoutExpired:
+            continue
+    assert launched.process.returncode == 0, launched.text()
+    assert still_alive(below, within_s=10) == []
+    return launched
+
+
+@pytest.mark.parametrize("batch", EXPECTED)
+def test_every_way_to_end_is_recorded(ended, batch):
+    status = statuses(ended.runs())[batch]
+    word, reason = EXPECTED[batch]
+    assert status["status"] == word and reason in status["reason"], status
+    assert "\n" not in status["reason"]
+
+
+def test_a_refused_point_is_a_failed_point_with_a_directory(ended):
+    (refused,) = [run for run in ended.runs() if run.path.name.startswith("refused-")]
+    status = refused.read_status()
+    assert status["status"] == "failed" and "batch.global_size=3: not divisible by 2 ranks" in status["reason"]
+    assert (refused.path / "config.yaml").exists()
+
+
+def test_the_report_draws_every_point(ended):
+    report = ended.folder / "runs" / "ends" / "report"
+    rows = list(csv.DictReader((report / "table.csv").open()))
+    counts = [row["status"] for row in rows]
+    assert {word: counts.count(word) for word in counts} == {
+        "completed": 2, "failed": 4, "oom": 1, "timeout": 1, "killed": 1
+    }  # fmt: skip
+    assert (report / "index.html").stat().st_size > 10_000
+    assert "9 points" in ended.text() and "index.html" in ended.text()
+
+
+def test_started_again_only_what_is_missing_runs(ended):
+    before = completed_at(ended.runs())
+    kept = {2: "completed", 10: "oom", 16: "completed"}
+    again = Launched([*SWEEP[:4], "batch.global_size=2,4,10,16", *SWEEP[5:]], ended.folder)
+    assert again.wait(200) == 0, again.text()
+    after = statuses(again.runs())
+    assert {batch: after[batch]["status"] for batch in (*kept, 4)} == {**kept, 4: "completed"}
+    for run in again.runs():
+        unchanged = run.read_status()["updated_at"] == before.get(run.path.name)
+        assert unchanged is ("-b4-" not in run.path.name), run.path.name
+    (redone,) = [run for run in again.runs() if "-b4-" in run.path.name]
+    assert redone.read_status()["attempt"] == 2
+    assert [row["step"] for row in redone.read_metrics()] == [1, 2, 3, 4]
+    failed = Launched([*SWEEP[:4], "batch.global_size=2,10", *SWEEP[5:], "launch.rerun=failed"], ended.folder)
+    assert failed.wait(200) == 0, failed.text()
+    assert statuses(failed.runs())[10]["status"] == "completed"
+    (kept_run,) = [name for name in before if "-b2-" in name]
+    assert completed_at(failed.runs())[kept_run] == before[kept_run]
+
+
+def test_under_the_launcher_rank_0_sweeps_with_the_launchers_world_size(tmp_path):
+    sweep = ["-m", *QUICK, "seed=0,1", "study=under", "train.steps=2"]
+    launched = Launched([*FORMS["deepspeed"], *sweep], tmp_path)
+    assert launched.wait(200) == 0, launched.text()
+    assert [run.read_summary()["world_size"] for run in launched.runs()] == [2, 2]
+    assert launched.text().count("2 points in") == 1
+
+
+def test_ctrl_c_stops_a_sweep_and_it_can_be_continued(tmp_path):
+    sweep = [sys.executable, MAIN, "-m", *QUICK, "train.steps=100000,2", "train.log_every=1", "launch.world_size=1"]
+    launched = Launched(sweep, tmp_path)
+    launched.wait_for_update()
+    below = launched.descendants()
+    launched.process.send_signal(2)
+    assert launched.wait(60) == 1
+    assert still_alive(below, within_s=10) == []
+    (run,) = launched.runs()
+    assert run.read_status()["status"] == "killed"
+    assert "goes on from here" in launched.text()
+
+
+def test_a_bad_value_for_hydra_stops_the_sweep_before_its_first_job(tmp_path):
+    launched = Launched([sys.executable, MAIN, "-m", "zero=stage0,stage9"], tmp_path)
+    assert launched.wait() == 1
+    assert launched.text().strip().splitlines()[-1].startswith("error: ")
+    assert "stage9" in launched.text() and "stage3" in launched.text()
+    assert launched.runs() == []
+
+
+def test_a_sweep_exp_is_refused_without_m(tmp_path):
+    launched = Launched([sys.executable, MAIN, "+exp=strong_scaling"], tmp_path)
+    assert launched.wait() == 1
+    assert "run it with -m" in launched.text()
+
+
+def test_two_sweeps_on_one_study_do_not_clobber(tmp_path):
+    sweep = [sys.executable, MAIN, "-m", *QUICK, "seed=0,1", "launch.world_size=1"]
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    both = [Launched([*sweep, f"runs_dir={tmp_path}/runs"], folder) for folder in folders]
+    assert [one.wait(200) for one in both] == [0, 0], both[0].text() + both[1].text()
+    runs = [RunDir(path.parent) for path in tmp_path.glob("runs/default/*/status.json")]
+    assert [run.read_status()["status"] for run in runs] == ["completed"] * 2
+    assert [[row["step"] for row in run.read_metrics()] for run in runs] == [[1, 2, 3]] * 2
