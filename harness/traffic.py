@@ -17,7 +17,7 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective in an update, all its calls taken together.
+    """One kind of collective in an update, all its ``calls`` taken together.
 
     ``payload`` is the size of the whole tensor (what a reduction takes in, what an all-gather puts out), in bytes or
     elements as asked for; it is what nccl-tests call the size.
@@ -26,6 +26,7 @@ class Collective:
     operation: str
     payload: float
     purpose: str
+    calls: int = 1
 
     def input(self, world_size: int) -> float:
         """What a rank puts in: its own part for an all-gather, the payload otherwise."""
