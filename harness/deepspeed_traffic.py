@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from harness.deepspeed_memory import padded_elements, sub_groups
 from harness.memory import check_ranks, padded_params
 from harness.parameters import Parameter, parameters_of
 from harness.shape import ModelShape
@@ -40,7 +41,9 @@ def counted_collectives(
     if stage == 3:
         return sharded(shape, settings, world_size, element_bytes, grad_accum_steps, recompute or Recompute())
     reductions = grad_accum_steps if stage == 2 else 1
-    return partitioned(shape, settings, world_size, element_bytes, reductions)
+    collectives = partitioned(shape, settings, world_size, element_bytes, reductions)
+    flag = [] if element_bytes == 4 else [Collective("all_reduce", 1, NORMS)]
+    return [*collectives, *flag, Collective("all_reduce", 4, NORMS)]
 
 
 def unsharded(shape: ModelShape, element_bytes: int, world_size: int) -> list[Collective]:
@@ -105,13 +108,16 @@ def sharded(
 ) -> list[Collective]:
     """Stage 3: every parameter padded to a multiple of the ranks, gathered as :mod:`harness.zero3` replays."""
     parameters = parameters_of(shape)
+    groups = len(sub_groups(parameters, settings["sub_group_size"], world_size))
+    norm = 4 if "offload_optimizer" in settings else 8 * groups
+    norms = Collective("all_reduce", norm, NORMS, 1 if "offload_optimizer" in settings else groups)
     buckets = fill_buckets(parameters[::-1], settings["reduce_bucket_size"])
     reduced = grad_accum_steps * padded_elements(parameters, world_size) * element_bytes
-    collectives = [Collective("reduce_scatter", reduced, "gradients", grad_accum_steps * len(buckets))]
+    collectives = [Collective("reduce_scatter", reduced, "gradients", grad_accum_steps * len(buckets)), norms]
     if world_size == 1:
         return collectives
     ahead = look_ahead(settings)
-    gathered = gathers(shape, recompute, ahead)
+    gathered = gathers(shape, recompute, ahead, grad_accum_steps > 1)
     elements = sum(padded_elements(each, world_size) for each in gathered)
     collectives.append(
         Collective(
@@ -123,11 +129,6 @@ def sharded(
         payload = padded_elements(persistent, world_size) * element_bytes
         collectives.append(Collective("all_gather", payload, "parameters kept whole", len(persistent)))
     return collectives
-
-
-def padded_elements(parameters: tuple[Parameter, ...], world_size: int) -> int:
-    """Elements with each parameter padded to a multiple of the ranks (partition_parameters.py, _aligned_size)."""
-    return sum(-(-parameter.elements // world_size) * world_size for parameter in parameters)
 
 
 def look_ahead(settings: Mapping[str, Any]) -> LookAhead:

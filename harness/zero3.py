@@ -91,22 +91,43 @@ def with_recompute(module: Module, turns: list[Turn], recompute: Recompute) -> l
 
 
 @lru_cache
-def gathers(shape: ModelShape, recompute: Recompute, ahead: LookAhead) -> tuple[tuple[Parameter, ...], ...]:
-    """The parameters of each all-gather of one micro step, once DeepSpeed knows the order of the modules."""
-    return Replay(micro_step(shape, recompute), ahead).run()
+def gathers(
+    shape: ModelShape, recompute: Recompute, ahead: LookAhead, accumulates: bool
+) -> tuple[tuple[Parameter, ...], ...]:
+    """The parameters of each all-gather of one micro step, in steady state.
+
+    Args:
+        accumulates: more than one micro step per update. DeepSpeed decides what each module releases in the first
+            micro step after it has recorded their order, and keeps to it. With accumulation that one still belongs
+            to the first update, and the parameters that are to stay whole do not yet.
+    """
+    turns = micro_step(shape, recompute)
+    kept: KeptAtRelease = {}
+    if accumulates:
+        Replay(turns, ahead, kept, settled=False).run()
+    return Replay(turns, ahead, kept).run()
+
+
+KeptAtRelease = dict[tuple[str, int], frozenset[Parameter]]  # by module and turns so far
 
 
 class Replay:
-    """One micro step of DeepSpeed's coordinator; names follow its fields."""
+    """One micro step of DeepSpeed's coordinator; names follow its fields.
 
-    def __init__(self, turns: list[Turn], ahead: LookAhead):
+    Args:
+        kept: what earlier micro steps decided to keep at each release; decisions of this one are added.
+        settled: the parameters that are to stay whole already do.
+    """
+
+    def __init__(self, turns: list[Turn], ahead: LookAhead, kept: KeptAtRelease, settled: bool = True):
         self.turns = turns
+        self.kept = kept
         self.ahead = ahead
         self.order = [module for module, starts in turns if starts]
         self.queue = deque((p, step) for step, module in enumerate(self.order) for p in own_parameters(module))
         every = tuple({p for module in self.order for p in module.parameters})
         self.persistent = persistent_parameters(every, ahead.persistence_threshold)
-        self.available = set(self.persistent)
+        self.available = set(self.persistent) if settled else set()
         self.fetched_for: dict[Parameter, int] = {}
         self.active: dict[Parameter, set[str]] = {}
         self.live = 0  # elements
@@ -153,19 +174,25 @@ class Replay:
         self.gather(ahead)
 
     def release(self, module: Module) -> None:
-        kept = set(self.persistent)
-        kept.update(p for p in module.parameters if self.fetched_for.get(p, NEVER) > self.step)
+        place = (module.name, self.step)
+        if place not in self.kept:
+            self.kept[place] = self.kept_at_release(module)
+        for parameter in own_parameters(module):
+            self.active[parameter].discard(module.name)
+            if parameter not in self.kept[place] and parameter in self.available and not self.active[parameter]:
+                self.available.discard(parameter)
+                self.live -= parameter.elements
+
+    def kept_at_release(self, module: Module) -> frozenset[Parameter]:
+        """What stays although its module is done: persistent, gathered ahead for later, or needed again soon."""
+        kept = {p for p in module.parameters if p in self.persistent or self.fetched_for.get(p, NEVER) > self.step}
         passed = 0
         for later in self.order[self.step :]:
             if passed >= self.ahead.max_reuse_distance:
                 break
             kept.update(later.parameters)
             passed += sum(p.elements for p in later.parameters)
-        for parameter in own_parameters(module):
-            self.active[parameter].discard(module.name)
-            if parameter not in kept and parameter in self.available and not self.active[parameter]:
-                self.available.discard(parameter)
-                self.live -= parameter.elements
+        return frozenset(kept)
 
 
 def own_parameters(module: Module) -> list[Parameter]:
