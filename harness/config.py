@@ -372,11 +372,7 @@ def resolve(config: Config, world_size: int, on_gpu: bool) -> Config:
     Raises:
         ConfigError: for combinations that cannot run, naming both values.
     """
-    precision = config.precision
-    if precision == "auto":
-        precision = "bf16" if on_gpu else "fp32"
-    if precision == "fp16" and not on_gpu:
-        raise ConfigError("precision=fp16: needs a GPU; on CPU use precision=fp32 or bf16")
+    precision = resolve_precision(config.precision, on_gpu)
     asked = config.launch.world_size
     if asked is not None and asked != world_size:
         raise ConfigError(
@@ -400,6 +396,17 @@ def resolve(config: Config, world_size: int, on_gpu: bool) -> Config:
         lr=replace(config.lr, base=base),
         launch=replace(config.launch, world_size=world_size),
     )
+
+
+def resolve_precision(precision: str, on_gpu: bool) -> str:
+    """What ``precision=auto`` means here.
+
+    Raises:
+        ConfigError: fp16 on a CPU.
+    """
+    if precision == "fp16" and not on_gpu:
+        raise ConfigError("precision=fp16: needs a GPU; on CPU use precision=fp32 or bf16")
+    return ("bf16" if on_gpu else "fp32") if precision == "auto" else precision
 
 
 def resolve_batch(batch: BatchConfig, world_size: int) -> BatchConfig:

@@ -47,6 +47,7 @@ def held_by_deepspeed(
             param=element_bytes * whole,
             grad=(element_bytes + master) * whole,
             optimizer=(MASTER_BYTES * moments + master) * whole + step_counts * len(parameters),
+            backward_grad=element_bytes * whole,
         )
     offload = "offload_optimizer" in settings
     per_master = MASTER_BYTES * (1 + moments)
@@ -59,11 +60,15 @@ def held_by_deepspeed(
                 grad += element_bytes * accumulated(parameters, partition)
         else:
             buffer = reduction_buffers(settings) * element_bytes
+        backward = element_bytes * (shape.params if stage == 1 else partition)
+        if stage == 1 and grad_accum_steps == 1:
+            backward = max(0, backward - buffer)  # the gradients lie in the buckets
         return StateBytes(
             param=element_bytes * (padded_params(shape.params, world_size)),
             grad=grad,
             optimizer=per_master * partition + step_counts,
             buffer=buffer,
+            backward_grad=backward,
         )
     groups = sub_groups(parameters, settings["sub_group_size"], world_size)
     partition = sum(groups)
@@ -76,6 +81,7 @@ def held_by_deepspeed(
         grad=element_bytes * partition + MASTER_BYTES * in_step,
         optimizer=per_master * partition + step_counts * len(groups),
         buffer=element_bytes * (persistent + bucket),
+        backward_grad=element_bytes * partition,
     )
 
 

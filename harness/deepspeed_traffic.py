@@ -90,7 +90,8 @@ def fill_buckets(parameters: tuple[Parameter, ...], size: int) -> list[list[Para
 def owners(bucket: list[Parameter], shape: ModelShape, world_size: int) -> int:
     """How many ranks own a part of a bucket, in the flat group that is cut evenly."""
     partition = padded_params(shape.params, world_size) // world_size
-    wanted, found, start = set(bucket), set(), 0
+    wanted, start = set(bucket), 0
+    found: set[int] = set()
     for parameter in parameters_of(shape):
         if parameter in wanted:
             found.update(range(start // partition, (start + parameter.elements - 1) // partition + 1))

@@ -81,6 +81,26 @@ class StateBytes:
     grad: float
     optimizer: float
     buffer: float = 0.0  # gathered layers and communication buffers
+    backward_grad: float | None = None  # gradients outside buffers in the backward pass; None: as in the step
+
+    def peak(self, activation: float) -> float:
+        """The most there is at once: gradients and activations in the backward pass, or gradients in the step."""
+        backward = (self.grad if self.backward_grad is None else self.backward_grad) + activation
+        return self.param + self.optimizer + self.buffer + max(self.grad, backward)
+
+    def activation_room(self, memory: float) -> float:
+        """Bytes left for activations in so much memory; negative if the states alone do not fit."""
+        return (
+            memory - self.peak(0.0)
+            if self.peak(0.0) > memory
+            else memory
+            - (
+                self.param
+                + self.optimizer
+                + self.buffer
+                + (self.grad if self.backward_grad is None else self.backward_grad)
+            )
+        )
 
     @property
     def total(self) -> float:

@@ -82,7 +82,9 @@ def block(shape: ModelShape, number: int) -> Module:
     attention.append(linear(f"{name}.out", query, hidden, shape.out_bias, transposed=shape.fused_qkv))
     up = linear(f"{name}.up", hidden, inner, shape.mlp_bias, transposed=shape.fused_qkv)
     activation = Module(f"{name}.activation")
-    mlp = [linear(f"{name}.gate", hidden, inner, shape.mlp_bias), activation, up] if shape.gated_mlp else [up, activation]
+    mlp = (
+        [linear(f"{name}.gate", hidden, inner, shape.mlp_bias), activation, up] if shape.gated_mlp else [up, activation]
+    )
     mlp.append(linear(f"{name}.down", inner, hidden, shape.mlp_bias, transposed=shape.fused_qkv))
     if shape.fused_qkv:
         attention.append(Module(f"{name}.attention_dropout"))

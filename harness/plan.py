@@ -1,233 +1,159 @@
-"""A training run on paper: memory, traffic, time and utilisation of one rank, for any ZeRO stage and world size.
+"""A run on paper: ``python -m harness.plan [the same overrides as a run] [--json]``.
 
-Everything here is arithmetic on a model's shape; nothing is allocated and no rank is started. The parts are
-:mod:`harness.memory`, :mod:`harness.activation`, :mod:`harness.traffic`, :mod:`harness.collective`,
-:mod:`harness.scaling` and :mod:`harness.measure.flops`; this module puts them together.
+For every ZeRO stage, DDP and FSDP2 and every entry of ``plan.world_sizes``: what a rank holds, whether it fits, what
+it sends, how long an update takes, and what is not known. Starts no rank and allocates no weights.
 """
 
 from __future__ import annotations
 
-import math
+import json
+import sys
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from harness import collective, scaling, traffic
-from harness.activation import model_activation_bytes
-from harness.measure import devices, flops
-from harness.memory import STAGES, StateBytes, check_ranks, find_convention, model_state_bytes
-from harness.shape import ModelShape
+from harness.config import Config, ConfigError, resolve_precision, to_config
+from harness.environment import visible_gpus
+from harness.hf_config import check_limits, model_shape
+from harness.machine import Machine
+from harness.scenario import WorldPlan, plan_world
+from harness.shape import FAMILIES, ModelShape
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+TOKENS_PER_PARAMETER = 20  # of plan.tokens=null; Hoffmann et al. 2022, arXiv:2203.15556
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What every rank does in one update."""
+class Plan:
+    """Everything that is printed."""
 
+    config: Config  # as composed, with its precision decided
     shape: ModelShape
-    seq_len: int  # tokens
-    micro_size: int  # sequences per forward pass and rank
-    grad_accum_steps: int = 1
-    element_bytes: int = 2  # of parameters, gradients and activations: 2 in bf16 and fp16, 4 in fp32
-    checkpointing: str = "none"  # mode, every, part and reentrant as in the config group
-    every: int = 2
-    part: str = "block"
-    reentrant: bool = False
-    multi_rank_allreduce: bool = True
-    overlap: bool = True  # gradients are communicated while the backward pass goes on
-    bucket_elements: float = 5e8
-    attention: flops.Attention = "causal"
-
-    @property
-    def tokens_per_rank(self) -> int:
-        """Of one update."""
-        return self.seq_len * self.micro_size * self.grad_accum_steps
+    machine: Machine
+    tokens: float
+    worlds: tuple[WorldPlan, ...]
+    unknown: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What one rank computes and communicates with."""
-
-    flops_per_second: float  # reached in matrix products
-    bandwidth: float  # bus bandwidth, bytes/s
-    hop_latency: float = 0.0  # seconds
-    peak_flops: float | None = None
-    memory_bytes: float | None = None
-
-    @classmethod
-    def of_device(
-        cls, name: str, precision: str, bandwidth: float, efficiency: float, hop_latency: float = 0.0
-    ) -> Machine:
-        """A known device that reaches this share of its peak.
-
-        Raises:
-            ValueError: an unknown device, or one without this precision; names the known ones.
-        """
-        device = devices.find_device(name)
-        if device is None:
-            raise ValueError(f"plan.device={name}: unknown; choose one of {', '.join(devices.device_names())}")
-        peak = device.peak_flops.get(precision)
-        if peak is None:
-            raise ValueError(f"precision={precision}: {device.name} has only {', '.join(device.peak_flops)}")
-        return cls(efficiency * peak, bandwidth, hop_latency, peak, device.memory_bytes)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One rank at one stage in one world. Bytes and seconds, per update."""
-
-    stage: int
-    world_size: int
-    convention: str
-    states: StateBytes
-    activation_bytes: float
-    comm_bytes_per_step: dict[str, float]  # put in, by operation
-    comm_traffic_bytes: float  # sent in rings
-    compute_s: float
-    communication_s: float
-    exposed_s: float
-    tokens: int  # all ranks
-    mfu: float | None
-    fits: bool | None
-
-    @property
-    def memory_bytes(self) -> float:
-        return self.states.total + self.activation_bytes
-
-    @property
-    def step_time_s(self) -> float:
-        return self.compute_s + self.exposed_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.step_time_s
-
-    def days(self, tokens: float) -> float:
-        """Days to train on so many tokens."""
-        return tokens / self.tokens_per_s / scaling.SECONDS_PER_DAY
-
-
-def predict(workload: Workload, machine: Machine, stage: int, world_size: int, convention: str = "paper") -> Prediction:
-    """Memory, traffic and time of one rank.
+def make_plan(config: Config) -> Plan:
+    """The plan of a composed config.
 
     Raises:
-        ValueError: an unknown stage, convention or checkpointing mode, or fewer than one rank.
+        ConfigError: in one line; never for the batch, nor for a model too large.
     """
-    check_ranks(world_size)
-    states, activation = memory_of(workload, stage, world_size, convention)
-    collectives = collectives_of(workload, stage)
-    compute = compute_time(workload, machine)
-    times = {c.purpose: communication_time(c, workload, machine, stage, world_size) for c in collectives}
-    exposed = exposed_time(workload, stage, compute, times)
-    tokens = workload.tokens_per_rank * world_size
-    model_flops = flops.model_flops_per_token(workload.shape, workload.seq_len, workload.attention) * tokens
-    needed = states.total + activation
-    return Prediction(
-        stage=stage,
-        world_size=world_size,
-        convention=find_convention(convention).name,
-        states=states,
-        activation_bytes=activation,
-        comm_bytes_per_step=traffic.input_per_operation(collectives, world_size) if world_size > 1 else {},
-        comm_traffic_bytes=traffic.sent_per_rank(collectives, world_size),
-        compute_s=compute,
-        communication_s=sum(times.values()),
-        exposed_s=exposed,
-        tokens=tokens,
-        mfu=flops.mfu(model_flops, compute + exposed, machine.peak_flops, world_size),
-        fits=None if machine.memory_bytes is None else needed <= machine.memory_bytes,
-    )
+    check_limits(config)
+    on_gpu = config.plan.device is not None or visible_gpus() > 0
+    config = replace(config, precision=resolve_precision(config.precision, on_gpu))
+    shape = model_shape(config.model)
+    try:
+        machine = find_machine(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    worlds = tuple(plan_world(config, shape, machine, size) for size in config.plan.world_sizes)
+    tokens = config.plan.tokens or TOKENS_PER_PARAMETER * shape.params
+    return Plan(config, shape, machine, tokens, worlds, tuple(unknowns(config, machine)))
 
 
-def memory_of(workload: Workload, stage: int, world_size: int, convention: str) -> tuple[StateBytes, float]:
-    """Model states and activations of one rank, bytes; activations as fused attention without dropout keeps them."""
-    shape = workload.shape
-    states = model_state_bytes(shape.params, stage, world_size, convention, shape.largest_layer_params)
-    activation = model_activation_bytes(
-        shape,
-        workload.seq_len,
-        workload.micro_size,
-        workload.checkpointing,
-        every=workload.every,
-        part=workload.part,
-        element_bytes=workload.element_bytes,
-    )
-    return states, activation
+def find_machine(config: Config) -> Machine:
+    """The device that is planned for: measured if it is this machine's and was calibrated, else from its data sheet.
 
-
-def collectives_of(workload: Workload, stage: int) -> list[traffic.Collective]:
-    """What DeepSpeed communicates for this workload, bytes per update."""
-    return traffic.deepspeed_collectives(
-        stage,
-        workload.shape.params,
-        workload.grad_accum_steps,
-        multi_rank_allreduce=workload.multi_rank_allreduce,
-        param_bytes=workload.element_bytes,
-        grad_bytes=workload.element_bytes,
-    )
-
-
-def hardware_flops_per_token(workload: Workload) -> float:
-    """FLOPs per token of forward, recompute and backward."""
-    return flops.hardware_flops_per_token(
-        workload.shape,
-        workload.seq_len,
-        workload.checkpointing,
-        every=workload.every,
-        part=workload.part,
-        reentrant=workload.reentrant,
-        attention=workload.attention,
-    )
-
-
-def compute_time(workload: Workload, machine: Machine) -> float:
-    """Seconds of matrix products per update, recompute included."""
-    return hardware_flops_per_token(workload) * workload.tokens_per_rank / machine.flops_per_second
-
-
-def communication_time(
-    collective_: traffic.Collective, workload: Workload, machine: Machine, stage: int, world_size: int
-) -> float:
-    """Seconds of one kind of collective per update: its bytes, and a latency for each of its calls.
-
-    Calls: one per bucket, at stage 3 at least one per block and micro step.
+    Raises:
+        ValueError: an unknown device; names the known ones.
     """
-    calls = math.ceil(collective_.payload / (workload.bucket_elements * workload.element_bytes))
-    if stage == 3:
-        calls = max(calls, workload.shape.layers * workload.grad_accum_steps)
-    return collective.ring_time(
-        collective_.operation, collective_.payload, world_size, machine.bandwidth, calls * machine.hop_latency
-    )
+    from harness.calibration import load_all, measured_machine
+    from harness.measure.devices import find_device
+
+    wanted, precision = config.plan.device, config.precision
+    calibrations = load_all()
+    if wanted is not None:
+        sheet = Machine.of_device(wanted, precision, config.plan.bandwidth, config.plan.efficiency)
+        here = [each for each in calibrations if each.on_gpu and find_device(each.device) == find_device(wanted)]
+        return measured_machine(here, precision) or sheet
+    gpus = visible_gpus()
+    here = [each for each in calibrations if each.on_gpu == (gpus > 0)]
+    measured = measured_machine(here, precision)
+    if measured is not None:
+        return measured
+    if gpus:
+        import torch
+
+        name = torch.cuda.get_device_name()
+        if find_device(name) is not None:
+            return Machine.of_device(name, precision, config.plan.bandwidth, config.plan.efficiency)
+    return Machine(None, config.plan.bandwidth, name="this machine, not measured")
 
 
-def exposed_time(workload: Workload, stage: int, compute: float, times: dict[str, float]) -> float:
-    """Seconds of communication that computation does not hide.
-
-    Stage 3 can hide everything behind the whole computation. Before it, gradients can hide behind the backward
-    pass of the micro steps that reduce them (the last one; at stage 2 each), and the gather after the step cannot.
-    """
-    if not workload.overlap:
-        return sum(times.values())
-    if stage == 3:
-        return scaling.exposed_time(compute, sum(times.values()))
-    forward = flops.forward_flops_per_token(workload.shape, workload.seq_len, workload.attention)
-    backward = compute * (1 - forward / hardware_flops_per_token(workload))
-    reducing = backward if stage == 2 else backward / workload.grad_accum_steps
-    return scaling.exposed_time(reducing, times["gradients"]) + times.get("parameters", 0.0)
-
-
-def largest_micro_size(
-    workload: Workload, memory_bytes: float, stage: int, world_size: int, convention: str = "paper"
-) -> int:
-    """The largest micro batch whose memory fits; 0 if not even one sequence does."""
-    states, one = memory_of(replace(workload, micro_size=1), stage, world_size, convention)
-    return max(0, math.floor((memory_bytes - states.total) / one))
-
-
-def cheapest_stage(workload: Workload, machine: Machine, world_size: int, convention: str = "paper") -> int | None:
-    """Of the stages that fit, the one that sends least, at equal traffic the lower; ``None`` if none fits.
-
-    Not by predicted time: how much of stage 3's traffic hides is the least certain part of the prediction.
-    """
-    stages = [stage for stage in STAGES if stage in find_convention(convention).stages]
-    fitting = [
-        p for p in (predict(workload, machine, s, world_size, convention) for s in stages) if p.fits is not False
+def unknowns(config: Config, machine: Machine) -> list[str]:
+    """What the numbers leave out, in sentences."""
+    found = []
+    if machine.products is not None:
+        found.append(
+            f"Times are of matrix products and collectives as measured on {machine.name}; what is between the products "
+            "(norms, softmax, loss, optimizer, Python) is not in them, and takes most of a small model's step."
+        )
+    elif machine.flops_per_second is not None:
+        found.append(
+            f"Computation is assumed to reach {config.plan.efficiency:.0%} of {machine.name}'s peak "
+            "(plan.efficiency); `python -m harness.calibrate` on such a machine measures it."
+        )
+    else:
+        found.append(
+            "Nothing is known of this machine's speed: name plan.device, or measure it by `python -m harness.calibrate`."
+        )
+    worlds = machine.measured_worlds()
+    if worlds:
+        found.append(
+            f"Collectives were measured with {' and '.join(map(str, worlds))} ranks of one machine; beyond, latency is "
+            "taken to grow with the ring and bandwidth to stay."
+        )
+    elif machine.bandwidth is not None:
+        inside, outside = machine.bandwidth / 1e9, (machine.network_bandwidth or machine.bandwidth) / 1e9
+        found.append(
+            f"Rings are assumed to reach {inside:g} GB/s inside a node of 8 and {outside:g} GB/s between nodes, with "
+            f"{machine.hop_latency * 1e6:g} us per hop; nothing was measured (plan.bandwidth)."
+        )
+    found += [
+        "Activations follow a formula (fused attention keeps no scores); the allocator's gaps, the device's context and "
+        "the kernels' workspaces are not counted, commonly 1 to 5 GB on a GPU.",
+        "How much communication hides behind computation is the least certain part; it is taken as perfect overlap "
+        "where the engine overlaps at all.",
+        "Data loading, evaluation and checkpoints take no time here; stragglers and failures do not happen.",
+        "Whether so large a batch still pays in loss: see the critical batch size.",
     ]
-    return min(fitting, key=lambda p: (p.comm_traffic_bytes, p.stage)).stage if fitting else None
+    family = config.model.family
+    if family is not None and family not in FAMILIES:
+        found.insert(0, f"model.family={family} is read as if it were Llama or GPT-2; parameters may differ.")
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    from harness.compose import run_hydra
+
+    as_json = "--json" in arguments
+    overrides = [argument for argument in arguments if argument != "--json"]
+    if {"-m", "--multirun"} & set(overrides):
+        print("error: -m: a plan is one; it shows every stage and plan.world_sizes by itself", file=sys.stderr)
+        return 1
+    plans: list[Plan] = []
+
+    def task(composed: DictConfig) -> Any:
+        plans.append(make_plan(to_config(composed)))
+
+    try:
+        run_hydra(overrides, task)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    from harness.plan_page import print_plan, to_dict
+
+    for plan in plans:
+        if as_json:
+            print(json.dumps(to_dict(plan), indent=2, allow_nan=False))
+        else:
+            print_plan(plan)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
