@@ -55,8 +55,8 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(llama):
     for kind, row in by_kind(unresolved(config), shape, H200, 8).items():
         for micro, fits in ((row.largest_micro_size, True), (row.largest_micro_size + 1, False)):
             if micro > 0:
-                batch = replace(config.batch, global_size=8 * micro, per_rank_size=micro, micro_size=micro)
-                assert predict(replace(config, batch=batch), shape, H200, kind, 8).fits is fits, (kind, micro)
+                prediction = predict(with_batch(config, 8, micro, 2), shape, H200, kind, 8)
+                assert prediction.fits is fits, (kind, micro)
 
 
 def test_accumulation_costs_traffic_from_stage_2_on(llama):
