@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.collective import CollectiveTable
+from harness.config import PlanConfig
 from harness.environment import cache_folder
 from harness.machine import Machine, ProductRates
 from harness.measure import devices
@@ -77,6 +78,23 @@ def read(values: dict[str, Any]) -> Calibration:
         for each in values["collectives"]
     )
     return Calibration(**{**values, "products": products, "collectives": tables})
+
+
+def machine_here(plan: PlanConfig, precision: str, gpu: str | None, world_size: int | None = None) -> Machine:
+    """This machine: as calibrated, else its GPU from the data sheet, else one of which nothing is known.
+
+    Args:
+        gpu: the device's name; None on a CPU.
+        world_size: ranks of interest; what was measured with as many is preferred.
+    """
+    alike = [each for each in load_all() if each.device == gpu or (gpu is None and not each.on_gpu)]
+    measured = measured_machine(alike, precision, world_size)
+    if measured is not None:
+        return measured
+    known = devices.find_device(gpu) if gpu is not None else None
+    if known is not None and precision in known.peak_flops:
+        return Machine.of_device(known.name, precision, plan.bandwidth, plan.efficiency)
+    return Machine(None, plan.bandwidth, name=f"{gpu or 'this machine'}, not measured")
 
 
 def measured_machine(calibrations: list[Calibration], precision: str, world_size: int | None = None) -> Machine | None:

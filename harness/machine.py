@@ -51,6 +51,7 @@ class Machine:
     products: ProductRates | None = None  # measured, used instead of flops_per_second
     measured_ranks: int = 1  # that computed at the same time when the products were measured
     shared: bool = False  # the ranks of a machine share its cores
+    most_ranks: int | None = None  # that share a machine, more need further machines; None: all share one
 
     @classmethod
     def of_device(
@@ -91,8 +92,10 @@ class Machine:
         """
         if self.products is None:
             return self.flops_per_second
-        share = self.measured_ranks / world_size if self.shared else 1.0
-        return self.products.at(size) * share
+        if not self.shared:
+            return self.products.at(size)
+        together = world_size if self.most_ranks is None else min(world_size, self.most_ranks)
+        return self.products.at(size) * self.measured_ranks / together
 
     def seconds(self, collective_: Collective, world_size: int) -> float | None:
         """Seconds of all calls of one kind of collective, one after another.
@@ -108,7 +111,8 @@ class Machine:
             table = min(known, key=lambda each: (abs(each.world_size - world_size), each.world_size))
             if table.world_size == world_size:
                 return collective_.calls * table.time(size)
-            return collective_.calls * fit_of(table).at(world_size).time(size)
+            fit = fit_of(table)
+            return None if fit is None else collective_.calls * fit.at(world_size).time(size)
         bandwidth = self.bandwidth
         if world_size > RANKS_PER_NODE and self.network_bandwidth is not None:
             bandwidth = self.network_bandwidth
@@ -122,5 +126,9 @@ class Machine:
 
 
 @lru_cache
-def fit_of(table: CollectiveTable) -> AlphaBeta:
-    return table.fit()
+def fit_of(table: CollectiveTable) -> AlphaBeta | None:
+    """Latency and bandwidth of a table; None if its times are too noisy to have any."""
+    try:
+        return table.fit()
+    except ValueError:
+        return None

@@ -7,6 +7,7 @@ it sends, how long an update takes, and what is not known. Starts no rank and al
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -61,27 +62,25 @@ def find_machine(config: Config) -> Machine:
     Raises:
         ValueError: an unknown device; names the known ones.
     """
-    from harness.calibration import load_all, measured_machine
+    from harness.calibration import load_all, machine_here, measured_machine
     from harness.measure.devices import find_device
 
     wanted, precision = config.plan.device, config.precision
-    calibrations = load_all()
     if wanted is not None:
         sheet = Machine.of_device(wanted, precision, config.plan.bandwidth, config.plan.efficiency)
-        here = [each for each in calibrations if each.on_gpu and find_device(each.device) == find_device(wanted)]
+        here = [each for each in load_all() if each.on_gpu and find_device(each.device) == find_device(wanted)]
         return measured_machine(here, precision) or sheet
-    gpus = visible_gpus()
-    here = [each for each in calibrations if each.on_gpu == (gpus > 0)]
-    measured = measured_machine(here, precision)
-    if measured is not None:
-        return measured
-    if gpus:
-        import torch
+    machine = machine_here(config.plan, precision, gpu_name())
+    return replace(machine, most_ranks=max([machine.measured_ranks, len(os.sched_getaffinity(0))]))
 
-        name = torch.cuda.get_device_name()
-        if find_device(name) is not None:
-            return Machine.of_device(name, precision, config.plan.bandwidth, config.plan.efficiency)
-    return Machine(None, config.plan.bandwidth, name="this machine, not measured")
+
+def gpu_name() -> str | None:
+    """The name of this machine's first GPU."""
+    if not visible_gpus():
+        return None
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def unknowns(config: Config, machine: Machine) -> list[str]:

@@ -54,14 +54,19 @@ class Prediction:
 
     @property
     def comm_bytes_per_step(self) -> dict[str, float]:
-        """What a rank puts into each operation; small norms and flags are left out."""
+        """What a rank puts into each operation."""
+        return traffic.input_per_operation(list(self.collectives), self.world_size)
+
+    @property
+    def norm_bytes_per_step(self) -> dict[str, float]:
+        """The small part of it that does not grow with the model: norms and flags."""
         return traffic.input_per_operation(
-            [each for each in self.collectives if each.purpose != NORMS], self.world_size
+            [each for each in self.collectives if each.purpose == NORMS], self.world_size
         )
 
     @property
     def comm_calls_per_step(self) -> dict[str, int]:
-        """Calls of each operation, norms and flags included."""
+        """Calls of each operation."""
         calls: dict[str, int] = {}
         for each in self.collectives:
             calls[each.operation] = calls.get(each.operation, 0) + each.calls

@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from harness.calibration import machine_here
 from harness.config import Config, load, total_steps
 from harness.data import Data, open_data
 from harness.display import Display, print_outcome
@@ -20,12 +21,13 @@ from harness.hf_config import check_limits
 from harness.lr import rate_at
 from harness.measure.hardware import describe_environment
 from harness.ranks import Watch, World, fix_threads, leave
-from harness.recorder import Recorder
+from harness.recorder import Recorder, gpu_name, known_shape
+from harness.residual import predicted_numbers, residuals
 from harness.rundir import RunDir, Status, write_json
 from harness.screen import Screen
 from harness.tracking import Tracker
 
-COUNTED_STEP = 1  # the update whose collectives are counted; the first also sets things up
+COUNTED_STEP = 2  # the update whose collectives are counted, from 0; stage 3 learns the order of modules before
 FINISH_S = 20.0  # the longest W&B may take to close a run that did not complete
 
 
@@ -46,12 +48,23 @@ def run(config_text: str, path: Path, world: World, screen: Screen) -> NoReturn:
         train(config, world, data, engine, recorder)
         summary = recorder.summarise(engine)
         if leader:
-            leader.complete(summary)
+            leader.complete(summary | compare(config, engine, summary))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
         watch.fail(error)
     leave(0)
+
+
+def compare(config: Config, engine: Engine, summary: dict) -> dict:
+    """What was predicted for a run, and by how much it was missed."""
+    shape = known_shape(config, engine)
+    if shape is None:
+        return {"predicted": None, "residual": None}
+    gpu = gpu_name()
+    machine = machine_here(config.plan, config.precision, gpu, config.launch.world_size)
+    predicted = predicted_numbers(config, shape, machine, on_gpu=gpu is not None)
+    return {"predicted": predicted, "residual": residuals(summary, predicted)}
 
 
 class Leader:
@@ -115,7 +128,7 @@ def train(config: Config, world: World, data: Data, engine: Engine, recorder: Re
     batch, steps = config.batch, total_steps(config)
     assert batch.global_size is not None and batch.micro_size is not None
     for step in range(steps):
-        with recorder.traffic if step == COUNTED_STEP else nullcontext():
+        with recorder.traffic if step == min(COUNTED_STEP, max(1, steps - 1)) else nullcontext():
             recorder.start_update()
             targets, batches = data.update_batches(step, batch.global_size, batch.micro_size, world.rank, world.size)
             targets_on_device = torch.tensor(float(targets), device=world.device)
