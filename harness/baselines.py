@@ -79,13 +79,16 @@ def own_parameters(module: Module) -> list[Parameter]:
 def counted_fsdp(
     shape: ModelShape, world_size: int, element_bytes: int, grad_accum_steps: int = 1, reshard: bool = True
 ) -> list[Collective]:
-    """Gathers in every micro step, gradients in fp32 once per update.
+    """Gathers in every micro step, gradients in fp32 once per update; one rank has nothing to exchange.
 
     Args:
         element_bytes: of gathered parameters.
         reshard: blocks are released after the forward pass and gathered again for the backward one; the root's group
             is gathered once.
     """
+    norm = Collective("all_reduce", 4, NORMS)
+    if world_size == 1:
+        return [norm]
     groups = [world_size * sum(shard(parameter, world_size) for parameter in group) for group in fsdp_groups(shape)]
     times = 2 if reshard else 1
     gathered = groups[0] + times * sum(groups[1:])
@@ -97,5 +100,5 @@ def counted_fsdp(
             "parameters",
             grad_accum_steps * (1 + times * (len(groups) - 1)),
         ),
-        Collective("all_reduce", 4, NORMS),
+        norm,
     ]

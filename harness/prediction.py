@@ -231,7 +231,7 @@ def exposed_time(config: Config, shape: ModelShape, kind: str, compute: float, t
     Stage 3 and FSDP can hide everything behind the whole computation. Before, gradients can hide behind the backward
     pass of the micro steps that reduce them (the last one; at stage 2 each), and what follows the step cannot.
     """
-    hidden = times["gradients"]
+    hidden = times.get("gradients", 0.0)
     after_step = sum(seconds for purpose, seconds in times.items() if purpose != "gradients")
     if not config.engine.overlap or kind == "zero0":  # stage 0 reduces after the backward pass
         return hidden + after_step
