@@ -358,6 +358,27 @@ class LaunchConfig:
 
 
 @dataclass
+class PlanConfig:
+    """What `python -m harness.plan` is asked; no run reads it."""
+
+    device: str | None = None  # a name of harness.measure.devices; null: this machine
+    tokens: float | None = None  # to train on, all ranks; null: 20 per parameter
+    world_sizes: list[int] = field(default_factory=lambda: [1, 8, 64, 4096])
+    efficiency: float = 0.5  # share of the device's peak that computation reaches, where nothing was measured
+    bandwidth: float | None = None  # bytes/s of a collective's bus, where nothing was measured
+
+    def __post_init__(self) -> None:
+        check_at_least("plan.tokens", self.tokens, 1)
+        check_at_least("plan.bandwidth", self.bandwidth, 1)
+        if not self.world_sizes:
+            raise ConfigError("plan.world_sizes=[]: name at least one")
+        for size in self.world_sizes:
+            check_at_least("plan.world_sizes", size, 1)
+        if not 0 < self.efficiency <= 1:
+            raise ConfigError(f"plan.efficiency={self.efficiency}: must be above 0 and at most 1")
+
+
+@dataclass
 class WandbConfig:
     mode: str = "auto"
     project: str = "harness"
@@ -381,6 +402,7 @@ class Config:
     lr: LRConfig = field(default_factory=LRConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     study: str = "default"
@@ -478,11 +500,7 @@ def resolve(config: Config, world_size: int, on_gpu: bool) -> Config:
     Raises:
         ConfigError: for combinations that cannot run, naming both values.
     """
-    precision = config.precision
-    if precision == "auto":
-        precision = "bf16" if on_gpu else "fp32"
-    if precision == "fp16" and not on_gpu:
-        raise ConfigError("precision=fp16: needs a GPU; on CPU use precision=fp32 or bf16")
+    precision = resolve_precision(config.precision, on_gpu)
     if config.model.kernels == "liger" and not on_gpu:
         raise ConfigError("model.kernels=liger: its kernels need a GPU; use model.kernels=none")
     if config.engine.kind != "deepspeed":
@@ -526,6 +544,17 @@ def check_native_engine(config: Config) -> None:
         raise ConfigError(f"deepspeed.{key_name}={value}: {remedy}")
     if config.precision == "fp16":
         raise ConfigError(f"precision=fp16: engine={engine} does not scale losses; use bf16, fp32 or engine=deepspeed")
+
+
+def resolve_precision(precision: str, on_gpu: bool) -> str:
+    """What ``precision=auto`` means here.
+
+    Raises:
+        ConfigError: fp16 on a CPU.
+    """
+    if precision == "fp16" and not on_gpu:
+        raise ConfigError("precision=fp16: needs a GPU; on CPU use precision=fp32 or bf16")
+    return ("bf16" if on_gpu else "fp32") if precision == "auto" else precision
 
 
 def resolve_batch(batch: BatchConfig, world_size: int) -> BatchConfig:

@@ -53,6 +53,11 @@ def ranks_on_host() -> int:
     return int(os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ["WORLD_SIZE"]).split("(")[0].split(",")[0])
 
 
+def cache_folder() -> Path:
+    """What this program keeps on a machine from one run to the next."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "harness"
+
+
 def visible_gpus() -> int:
     """GPUs that torch would see here."""
     if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):

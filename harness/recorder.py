@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from harness.config import Config, grad_accum_steps, total_steps
+from harness.config import Config, ConfigError, grad_accum_steps, total_steps
 from harness.engines import Engine
+from harness.hf_config import model_shape
 from harness.lr import scaled_rate
 from harness.measure.memory import peak_memory_bytes
 from harness.measure.steps import StepClock, rates
 from harness.measure.traffic import TrafficCounter, ring_traffic_bytes
+from harness.measure.utilisation import utilisation
 from harness.ranks import Diverged, Watch, World
 from harness.server import Server
+from harness.shape import ModelShape
 
 if TYPE_CHECKING:
     from harness.checkpoint import Checkpoints
@@ -164,6 +167,7 @@ class Recorder:
         peak, pending, *most = (int(count) for count in self.world.max_over_ranks([float(count) for count in own]))
         state = {f"{kind}_bytes": count if held else None for kind, count in zip(kinds, most, strict=True)}
         counted = bool(self.traffic.bytes)
+        speed = rates(self.step_times, self.batch_size, config.data.seq_len, self.world.size)
         return {
             "world_size": self.world.size,
             "zero_stage": config.zero.stage if config.engine.kind == "deepspeed" else None,
@@ -178,10 +182,8 @@ class Recorder:
             "steps": total_steps(config),
             "samples": self.last_row["samples"],
             "tokens": self.last_row["tokens"],
-            **rates(self.step_times, self.batch_size, config.data.seq_len, self.world.size),
-            "mfu": None,
-            "hfu": None,
-            "tflops_per_rank": None,
+            **speed,
+            **utilisation(config, known_shape(config, engine), gpu_name(), speed["tokens_per_s_per_rank"]),
             "data_wait_share": sum(self.data_waits) / sum(self.step_times),
             "eval_time_s": self.eval_time_s,
             "checkpoint_time_s": self.checkpoint_time_s,
@@ -198,3 +200,16 @@ class Recorder:
             "skipped_steps": engine.skipped_steps,
             **server.summary(),
         }
+
+
+def known_shape(config: Config, engine: Engine) -> ModelShape | None:
+    """The sizes of a run's model; None if they do not explain how many parameters it has."""
+    try:
+        shape = model_shape(config.model)
+    except ConfigError:
+        return None
+    return shape if shape.params == engine.n_params else None
+
+
+def gpu_name() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -31,7 +31,8 @@ Status = Literal["running", "completed", "oom", "diverged", "failed", "timeout",
 
 # What does not change the result, or only how it is kept and shown.
 NOT_HASHED = (
-    ("study",), ("runs_dir",), ("wandb",), ("objective",), ("train", "log_every"), ("train", "resume"), ("train", "keep"), ("launch", "timeout_s"),
+    ("study",), ("runs_dir",), ("wandb",), ("plan",), ("objective",), ("train", "log_every"), ("train", "resume"),
+    ("train", "keep"), ("launch", "timeout_s"),
     ("launch", "rerun"),
 )  # fmt: skip
 VANISHED = "its process vanished without a word"

@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from harness.calibration import machine_here
 from harness.checkpoint import Checkpoints
 from harness.config import Config, grad_accum_steps, load, total_steps
 from harness.data import Data, open_data
@@ -23,13 +24,14 @@ from harness.feed import Feed
 from harness.hf_config import check_limits
 from harness.measure.hardware import describe_environment
 from harness.ranks import ToldToStop, Watch, World, fix_threads, leave
-from harness.recorder import Recorder
+from harness.recorder import Recorder, gpu_name, known_shape
+from harness.residual import predicted_numbers, residuals
 from harness.rundir import RunDir, Status, find_checkpoints, write_json
 from harness.screen import Screen
 from harness.server import Server
 from harness.tracking import Tracker
 
-COUNTED_STEP = 1  # the update whose collectives are counted; the first also sets things up
+COUNTED_STEP = 2  # the update whose collectives are counted, from 0; stage 3 learns the order of modules before
 WANDB_S = 60.0  # the longest W&B may take to start
 FINISH_S = 20.0  # the longest W&B may take to close a run that did not complete
 
@@ -66,12 +68,23 @@ def run(config_text: str, path: Path, resume: Path | None, world: World, screen:
         train(config, world, data, engine, server, recorder, checkpoints, first)
         summary = recorder.summarise(engine, server)
         if leader:
-            leader.complete(summary)
+            leader.complete(summary | compare(config, engine, summary))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
         watch.fail(error)
     leave(0)
+
+
+def compare(config: Config, engine: Engine, summary: dict) -> dict:
+    """What was predicted for a run, and by how much it was missed."""
+    shape = known_shape(config, engine)
+    if shape is None:
+        return {"predicted": None, "residual": None}
+    gpu = gpu_name()
+    machine = machine_here(config.plan, config.precision, gpu, config.launch.world_size)
+    predicted = predicted_numbers(config, shape, machine, on_gpu=gpu is not None)
+    return {"predicted": predicted, "residual": residuals(summary, predicted)}
 
 
 class Leader:
@@ -178,8 +191,9 @@ def train(
     batch, steps = config.batch, total_steps(config)
     assert batch.global_size is not None
     feed = Feed(config, world, data, first)
+    counted = min(first + COUNTED_STEP, max(first + 1, steps - 1))
     for step in range(first, steps):
-        with recorder.traffic if step == first + COUNTED_STEP else nullcontext():
+        with recorder.traffic if step == counted else nullcontext():
             recorder.start_update()
             asked_at = time.perf_counter()
             targets, batches = feed.update(step)

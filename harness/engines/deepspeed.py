@@ -166,6 +166,7 @@ class DeepSpeedEngine:
             gradients += averaged if isinstance(averaged, (list, tuple)) else [averaged]
         if getattr(zero, "grad_partitions_flat_buffer", None) is not None:
             gradients.append(zero.grad_partitions_flat_buffer)
+        gradients += getattr(zero, "accumulated_grads_in_cpu", {}).values()  # stage 2, offloaded and accumulating
         moments = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         return {
             "param": held,
