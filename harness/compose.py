@@ -20,6 +20,7 @@ from harness.config import (
     ConfigError,
     LaunchConfig,
     LRConfig,
+    PlanConfig,
     TrainConfig,
     WandbConfig,
     register_schemas,
@@ -95,7 +96,7 @@ def known_keys() -> list[str]:
         "lr": [LRConfig],
         "train": [TrainConfig],
     }
-    schemas |= {"launch": [LaunchConfig], "wandb": [WandbConfig]}
+    schemas |= {"launch": [LaunchConfig], "plan": [PlanConfig], "wandb": [WandbConfig]}
     for group, kinds in schemas.items():
         keys += [f"{group}.{field.name}" for kind in kinds for field in fields(kind)]
     return keys

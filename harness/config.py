@@ -14,10 +14,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from harness.clock import LAWS, STRAGGLER_SHARE, read_trace
+
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 OBJECTIVES = (
     "final_loss", "eval_loss", "tokens_per_s", "tokens_per_s_per_rank", "samples_per_s", "step_time_s_median",
     "step_time_s_p90", "mfu", "hfu", "tflops_per_rank", "peak_memory_bytes", "comm_traffic_bytes", "wall_s",
+    "sim_time_s",
 )  # fmt: skip
 
 
@@ -174,6 +177,106 @@ class CheckpointingConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """Logical workers of data parallelism, and the clock that says how long they compute."""
+
+    kind: str = MISSING
+    workers: int | None = None  # null: one per rank
+    clock: str = "lognormal"
+    clock_mean_s: float | None = None  # seconds per sequence of one worker; null: 1, or a trace's times as they are
+    clock_cv: float = 0.1  # standard deviation / mean, of the clocks lognormal and stragglers
+    speeds: list[float] = field(default_factory=list)  # relative speed per worker; empty: all alike
+    trace: str | None = None  # CSV of measured seconds per sequence: one column, or one per worker
+
+    def __post_init__(self) -> None:
+        check_at_least("parallel.workers", self.workers, 1)
+        check_choice("parallel.clock", self.clock, LAWS)
+        if self.clock_mean_s is not None and not 0 < self.clock_mean_s < math.inf:
+            raise ConfigError(f"parallel.clock_mean_s={self.clock_mean_s}: must be a finite number above 0")
+        if not all(0 < speed < math.inf for speed in self.speeds):
+            raise ConfigError(f"parallel.speeds={self.speeds}: must be finite numbers above 0")
+        check_at_least("parallel.clock_cv", self.clock_cv, 0)
+        limit = math.sqrt((1 - STRAGGLER_SHARE) / STRAGGLER_SHARE)
+        if self.clock == "stragglers" and self.clock_cv >= limit:
+            raise ConfigError(f"parallel.clock_cv={self.clock_cv}: must be below {limit:g} with clock=stragglers")
+        if self.clock == "trace" and self.trace is None:
+            raise ConfigError("parallel.trace: parallel.clock=trace needs parallel.trace=FILE.csv")
+        if self.clock != "trace" and self.trace is not None:
+            raise ConfigError(f"parallel.trace={self.trace}: needs parallel.clock=trace, not {self.clock}")
+        self.check_workers()
+
+    @property
+    def computing_workers(self) -> int | None:
+        """Workers that need a speed and a clock."""
+        return self.workers
+
+    def check_workers(self) -> None:
+        workers = self.computing_workers
+        if workers is not None and self.speeds and len(self.speeds) != workers:
+            raise ConfigError(f"parallel.speeds={self.speeds}: needs one speed for each of {workers} workers, or none")
+        if self.trace is None:
+            return
+        try:
+            columns = read_trace(self.trace)
+        except ValueError as error:
+            raise ConfigError(f"parallel.trace={self.trace}: {error}") from error
+        if workers is None:
+            return
+        if len(columns) not in (1, workers):
+            raise ConfigError(
+                f"parallel.trace={self.trace}: has {len(columns)} columns; needs 1, or one for each of {workers} workers"
+            )
+        if len(columns) == 1 and len(columns[0]) < workers:
+            raise ConfigError(
+                f"parallel.trace={self.trace}: has too few times, {len(columns[0])}; needs at least one for each of "
+                f"{workers} workers"
+            )
+
+
+@dataclass
+class SyncConfig(ParallelConfig):
+    backup_workers: int = 0  # an update takes the first `workers` of `workers` + `backup_workers`
+
+    def __post_init__(self) -> None:
+        check_at_least("parallel.backup_workers", self.backup_workers, 0)
+        super().__post_init__()
+
+    @property
+    def computing_workers(self) -> int | None:
+        return None if self.workers is None else self.workers + self.backup_workers
+
+
+@dataclass
+class AsyncConfig(ParallelConfig):
+    remedy: str = "none"
+    dc_lambda: float | None = None  # dc_asgd: strength of the correction; null: 0.04, or 2 if adaptive
+    dc_adaptive: bool = False  # dc_asgd: divide by the root mean square of the gradients
+    dc_decay: float = 0.95  # dc_asgd: of that mean square
+    max_staleness: int | None = None  # gradients a worker may be ahead of the slowest; null: unbounded
+    lr_mode: str = "per_update"  # match_sync: rate x gradients of the update
+    gradients_per_update: int = 1  # averaged
+    drain: str = "apply"  # what becomes of pending gradients at the end
+    pending_device: str = "same"
+
+    def __post_init__(self) -> None:
+        check_choice("parallel.remedy", self.remedy, ("none", "lr_over_staleness", "dc_asgd"))
+        check_at_least("parallel.dc_lambda", self.dc_lambda, 0)
+        if not 0 <= self.dc_decay < 1:
+            raise ConfigError(f"parallel.dc_decay={self.dc_decay}: must be in [0, 1)")
+        check_at_least("parallel.max_staleness", self.max_staleness, 0)
+        check_choice("parallel.lr_mode", self.lr_mode, ("per_update", "match_sync"))
+        check_at_least("parallel.gradients_per_update", self.gradients_per_update, 1)
+        check_choice("parallel.drain", self.drain, ("apply", "drop"))
+        check_choice("parallel.pending_device", self.pending_device, ("same", "cpu"))
+        super().__post_init__()
+        if self.workers is not None and self.gradients_per_update > self.workers:
+            raise ConfigError(
+                f"parallel.gradients_per_update={self.gradients_per_update}: must be at most "
+                f"parallel.workers={self.workers}"
+            )
+
+
+@dataclass
 class OptimizerConfig:
     kind: str = MISSING
     weight_decay: float = 0.0
@@ -231,10 +334,13 @@ class TrainConfig:
     samples: int = 4800
     steps: int | None = None
     eval_every: int | None = None
+    checkpoint_every: int | None = None
+    keep: int = 2
+    resume: str = "auto"
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        for key in ("samples", "steps", "eval_every", "log_every"):
+        for key in ("samples", "steps", "eval_every", "checkpoint_every", "keep", "log_every"):
             check_at_least(f"train.{key}", getattr(self, key), 1)
 
 
@@ -249,6 +355,27 @@ class LaunchConfig:
         check_at_least("launch.world_size", self.world_size, 1)
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(f"launch.timeout_s={self.timeout_s}: must be above 0")
+
+
+@dataclass
+class PlanConfig:
+    """What `python -m harness.plan` is asked; no run reads it."""
+
+    device: str | None = None  # a name of harness.measure.devices; null: this machine
+    tokens: float | None = None  # to train on, all ranks; null: 20 per parameter
+    world_sizes: list[int] = field(default_factory=lambda: [1, 8, 64, 4096])
+    efficiency: float = 0.5  # share of the device's peak that computation reaches, where nothing was measured
+    bandwidth: float | None = None  # bytes/s of a collective's bus, where nothing was measured
+
+    def __post_init__(self) -> None:
+        check_at_least("plan.tokens", self.tokens, 1)
+        check_at_least("plan.bandwidth", self.bandwidth, 1)
+        if not self.world_sizes:
+            raise ConfigError("plan.world_sizes=[]: name at least one")
+        for size in self.world_sizes:
+            check_at_least("plan.world_sizes", size, 1)
+        if not 0 < self.efficiency <= 1:
+            raise ConfigError(f"plan.efficiency={self.efficiency}: must be above 0 and at most 1")
 
 
 @dataclass
@@ -270,10 +397,12 @@ class Config:
     engine: EngineConfig = MISSING
     zero: ZeroConfig = MISSING
     checkpointing: CheckpointingConfig = MISSING
+    parallel: ParallelConfig = MISSING
     optimizer: OptimizerConfig = MISSING
     lr: LRConfig = field(default_factory=LRConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     study: str = "default"
@@ -285,6 +414,11 @@ class Config:
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, PRECISIONS)
         check_at_least("seed", self.seed, 0)
+        if self.precision == "fp16" and isinstance(self.parallel, AsyncConfig):
+            raise ConfigError(
+                "precision=fp16: a pending gradient would outlive its loss scale under parallel=async; "
+                "use precision=bf16 or fp32"
+            )
         check_study(self.study)
         check_choice("objective", self.objective, OBJECTIVES)
 
@@ -296,6 +430,7 @@ GROUPS: dict[str, dict[str, type]] = {
     "engine": {"engine": EngineConfig},
     "zero": {"zero": ZeroConfig},
     "checkpointing": {"checkpointing": CheckpointingConfig},
+    "parallel": {"sync": SyncConfig, "async": AsyncConfig},
     "optimizer": {"adamw": AdamWConfig, "sgd": SGDConfig},
 }
 
@@ -365,11 +500,7 @@ def resolve(config: Config, world_size: int, on_gpu: bool) -> Config:
     Raises:
         ConfigError: for combinations that cannot run, naming both values.
     """
-    precision = config.precision
-    if precision == "auto":
-        precision = "bf16" if on_gpu else "fp32"
-    if precision == "fp16" and not on_gpu:
-        raise ConfigError("precision=fp16: needs a GPU; on CPU use precision=fp32 or bf16")
+    precision = resolve_precision(config.precision, on_gpu)
     if config.model.kernels == "liger" and not on_gpu:
         raise ConfigError("model.kernels=liger: its kernels need a GPU; use model.kernels=none")
     if config.engine.kind != "deepspeed":
@@ -394,6 +525,7 @@ def resolve(config: Config, world_size: int, on_gpu: bool) -> Config:
         config,
         precision=precision,
         batch=batch,
+        parallel=resolve_parallel(config.parallel, batch.global_size, world_size),
         lr=replace(config.lr, base=base),
         launch=replace(config.launch, world_size=world_size),
     )
@@ -412,6 +544,17 @@ def check_native_engine(config: Config) -> None:
         raise ConfigError(f"deepspeed.{key_name}={value}: {remedy}")
     if config.precision == "fp16":
         raise ConfigError(f"precision=fp16: engine={engine} does not scale losses; use bf16, fp32 or engine=deepspeed")
+
+
+def resolve_precision(precision: str, on_gpu: bool) -> str:
+    """What ``precision=auto`` means here.
+
+    Raises:
+        ConfigError: fp16 on a CPU.
+    """
+    if precision == "fp16" and not on_gpu:
+        raise ConfigError("precision=fp16: needs a GPU; on CPU use precision=fp32 or bf16")
+    return ("bf16" if on_gpu else "fp32") if precision == "auto" else precision
 
 
 def resolve_batch(batch: BatchConfig, world_size: int) -> BatchConfig:
@@ -445,6 +588,22 @@ def resolve_batch(batch: BatchConfig, world_size: int) -> BatchConfig:
             f"(batch.{wanted}={size}, {world_size} ranks); nearest valid: {' or '.join(map(str, sorted({below, above})))}"
         )
     return replace(batch, global_size=per_rank * world_size, per_rank_size=per_rank, micro_size=micro)
+
+
+def resolve_parallel(parallel: ParallelConfig, global_batch_size: int, world_size: int) -> ParallelConfig:
+    """The workers of a run decided: one per rank unless told otherwise.
+
+    Raises:
+        ConfigError: when synchronous workers cannot share the global batch evenly.
+    """
+    resolved = replace(parallel, workers=parallel.workers or world_size)
+    assert resolved.workers is not None
+    if isinstance(resolved, SyncConfig) and global_batch_size % resolved.workers:
+        raise ConfigError(
+            f"parallel.workers={resolved.workers}: does not divide batch.global_size={global_batch_size}; "
+            f"nearest valid size: {nearest_multiples(global_batch_size, resolved.workers)}"
+        )
+    return resolved
 
 
 def nearest_multiples(value: int, divisor: int) -> str:

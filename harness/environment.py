@@ -53,6 +53,11 @@ def ranks_on_host() -> int:
     return int(os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ["WORLD_SIZE"]).split("(")[0].split(",")[0])
 
 
+def cache_folder() -> Path:
+    """What this program keeps on a machine from one run to the next."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "harness"
+
+
 def visible_gpus() -> int:
     """GPUs that torch would see here."""
     if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
@@ -88,6 +93,20 @@ def oom_kills() -> int:
         except (OSError, KeyError, ValueError):
             continue
     return 0
+
+
+def cgroup_free_bytes() -> int | None:
+    """Bytes of memory below the limit of this control group; None without a limit."""
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit) as limit_file, open(used) as used_file:
+                return max(0, int(limit_file.read()) - int(used_file.read()))
+        except (OSError, ValueError):  # a group without a limit says `max`
+            continue
+    return None
 
 
 def launchers() -> list[psutil.Process]:

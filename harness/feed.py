@@ -23,10 +23,11 @@ class Feed:
     the device. On a CPU, where a thread would take its time from training, each is built when it is asked for.
     """
 
-    def __init__(self, config: Config, world: World, data: Data):
+    def __init__(self, config: Config, world: World, data: Data, first: int):
         self.config = config
         self.world = world
         self.data = data
+        self.first = first
         self._built: queue.Queue[Any] = queue.Queue(AHEAD)
         self._ahead = world.device.type == "cuda"
         if self._ahead:
@@ -35,7 +36,7 @@ class Feed:
     def update(self, step: int) -> tuple[torch.Tensor, Iterator[tuple[torch.Tensor, torch.Tensor]]]:
         """Targets of the global batch, a scalar, and this rank's micro batches of update ``step``.
 
-        Updates must be asked for in order, from 0, and their micro batches used up.
+        Updates must be asked for in order, from ``first``, and their micro batches used up.
         """
         if self._ahead:
             targets, count = self._next(), grad_accum_steps(self.config.batch)
@@ -56,7 +57,7 @@ class Feed:
     def _build_ahead(self) -> None:
         try:
             torch.cuda.set_device(self.world.device)
-            for step in range(total_steps(self.config)):
+            for step in range(self.first, total_steps(self.config)):
                 targets, batches = self._build(step)
                 self._built.put(targets)
                 for ids, labels in batches:

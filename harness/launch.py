@@ -113,13 +113,22 @@ def last_line(run: RunDir) -> str:
 
 
 def world_command(world_size: int, run_dir: Path) -> list[str]:
-    """DeepSpeed's launcher for ranks on this machine; without its runner, which would import DeepSpeed once more."""
+    """What starts the ranks of a run."""
+    return launcher_command(world_size, str(MAIN), f"--run-dir={run_dir}")
+
+
+def launcher_command(world_size: int, *program: str) -> list[str]:
+    """DeepSpeed's launcher for ranks on this machine; without its runner, which would import DeepSpeed once more.
+
+    Args:
+        program: a script or ``--module`` and a module's name, with its arguments.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [d.strip() for d in visible.split(",")][:world_size] if visible else list(range(world_size))
     info = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
     return [
         sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={info}", "--master_addr=127.0.0.1",
-        f"--master_port={free_port()}", str(MAIN), f"--run-dir={run_dir}",
+        f"--master_port={free_port()}", *program,
     ]  # fmt: skip
 
 

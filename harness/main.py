@@ -78,7 +78,8 @@ def run_rank(arguments: list[str]) -> NoReturn:
         leave(message["exit"])
     from harness.train import run
 
-    run(message["config"], Path(message["run_dir"]), world, screen)
+    resume = Path(message["resume"]) if message["resume"] else None
+    run(message["config"], Path(message["run_dir"]), resume, world, screen)
 
 
 def join(screen: Screen) -> World:
@@ -96,22 +97,26 @@ def join(screen: Screen) -> World:
 def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> dict[str, Any]:
     """Rank 0: decide what the world does and tell the other ranks, whatever happens here."""
     from harness.compose import check_gpus, decide, run_hydra
-    from harness.config import ConfigError, dump
-    from harness.rundir import RunDir
+    from harness.config import Config, ConfigError, dump, load
+    from harness.rundir import RunDir, find_resume
 
     message: dict[str, Any] = {"exit": 0}
+
+    def lead(config: Config, run: RunDir) -> None:
+        resume = find_resume(config, run)
+        message.update(config=dump(config), run_dir=str(run.path.resolve()), resume=resume and str(resume))
 
     def task(composed: DictConfig) -> None:
         gpus = visible_gpus()
         check_gpus(ranks_on_host(), gpus)
         config = decide(composed, world.size, gpus)
-        message.update(config=dump(config), run_dir=str(RunDir.create(config).path.resolve()))
+        lead(config, RunDir.create(config))
 
     try:
         with contextlib.redirect_stdout(screen.out), contextlib.redirect_stderr(screen.err):
             if arguments and arguments[0].startswith(RUN_DIR):
                 path = Path(arguments[0].removeprefix(RUN_DIR))
-                message.update(config=(path / "config.yaml").read_text(), run_dir=str(path))
+                lead(load((path / "config.yaml").read_text()), RunDir(path))
             else:
                 run_hydra(arguments, task)
     except ConfigError as error:

@@ -9,6 +9,7 @@ watch thread does all of this.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -33,6 +34,11 @@ from harness.rundir import Status
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TICK_S = 0.5
+GRACE_S = 25.0  # from being told to stop to the end, checkpoint or not; launchers kill after 30
+
+
+class ToldToStop(Exception):
+    """The run was told to end and has written a checkpoint."""
 
 
 class Diverged(Exception):
@@ -120,6 +126,8 @@ def describe(error: BaseException) -> tuple[Status, str]:
         return "failed", message
     if isinstance(error, Diverged):
         return "diverged", message
+    if isinstance(error, ToldToStop):
+        return "killed", message
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "CUDA out of memory" in message:
         return "oom", f"{type(error).__name__}: {message}"
     where = traceback.extract_tb(error.__traceback__)[-1:]
@@ -143,6 +151,9 @@ class Watch(threading.Thread):
         self.record = record
         self.deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.timeout_s = timeout_s
+        self.told: str | None = None  # why the run should stop at its next flush, with a checkpoint
+        self.can_stop_later = False
+        self._told_deadline = math.inf
         self.oom_kills = oom_kills()
         self.ending = threading.Lock()
         self._signals, write_end = os.pipe()
@@ -158,13 +169,21 @@ class Watch(threading.Thread):
             received = {signal.Signals(number) for number in os.read(self._signals, 64)} if readable else set()
             told = received & set(STOP_SIGNALS)
             if told:
-                self.end("killed", f"received {min(told).name}")
-            if any(not alive(process) for process in self.world.launchers):
-                self.end("killed", "its launcher vanished")
+                self._stop(f"received {min(told).name}")
+            elif self.told is None and not all(alive(process) for process in self.world.launchers):
+                self._stop("its launcher vanished")
+            if time.monotonic() > self._told_deadline:
+                self.end("killed", f"{self.told}; no checkpoint within {GRACE_S:g} s")
             if self.world.rank == 0 and self._notes():
                 self.end("failed", "another rank failed")
             if self.deadline is not None and time.monotonic() > self.deadline and self.world.rank == 0:
                 self.end("timeout", f"took longer than launch.timeout_s={self.timeout_s:g}")
+
+    def _stop(self, reason: str) -> None:
+        """End now, or once training has written a checkpoint if it can."""
+        if not self.can_stop_later or self.told is not None:
+            self.end("killed", reason)
+        self.told, self._told_deadline = reason, time.monotonic() + GRACE_S
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this rank with what it raised."""
@@ -181,7 +200,7 @@ class Watch(threading.Thread):
         if rank != 0:
             self._leave_note(status, reason)
         elif self.record is not None:
-            if status not in ("timeout", "diverged"):
+            if status not in ("timeout", "diverged") and self.told is None:
                 status, reason = self._verdict(status, reason)
             self.record(status, reason)
         leave(1)

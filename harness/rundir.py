@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 import tempfile
@@ -30,7 +31,8 @@ Status = Literal["running", "completed", "oom", "diverged", "failed", "timeout",
 
 # What does not change the result, or only how it is kept and shown.
 NOT_HASHED = (
-    ("study",), ("runs_dir",), ("wandb",), ("objective",), ("train", "log_every"), ("launch", "timeout_s"),
+    ("study",), ("runs_dir",), ("wandb",), ("plan",), ("objective",), ("train", "log_every"), ("train", "resume"),
+    ("train", "keep"), ("launch", "timeout_s"),
     ("launch", "rerun"),
 )  # fmt: skip
 VANISHED = "its process vanished without a word"
@@ -48,11 +50,14 @@ def config_hash(config: Config) -> str:
 
 
 def run_name(config: Config) -> str:
-    """A readable name from a resolved config: model, engine and stage, world, batch, hash."""
+    """A readable name from a resolved config: model, engine and stage, world, batch, asynchronous workers, hash."""
     model = (
         re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(config.model.path or config.model.name).name)[:40].strip(".") or "model"
     )
-    return f"{model}-{job_type(config)}-w{config.launch.world_size}-b{config.batch.global_size}-{config_hash(config)}"
+    parts = [model, job_type(config), f"w{config.launch.world_size}", f"b{config.batch.global_size}"]
+    if config.parallel.kind == "async":
+        parts.append(f"async{config.parallel.workers}")
+    return "-".join([*parts, config_hash(config)])
 
 
 def job_type(config: Config) -> str:
@@ -106,13 +111,18 @@ class RunDir:
         try:
             run.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(run.path.parent / f".{run.path.name}.lock"):
+                find_resume(config, run)  # a folder without a checkpoint is refused before anything is touched
                 earlier = run.read_status()
                 if earlier is not None and earlier["status"] == "running":
                     raise RunGoingOn(f"{run.path}: this run is going on (pid {earlier['pid']}); wait for it or end it")
                 if earlier is not None and earlier["status"] == "completed":
                     run.path.rename(free_neighbour(run.path))
                     earlier = None
-                run._begin(dump(config), 1 if earlier is None else earlier.get("attempt", 1) + 1)
+                run._begin(
+                    dump(config),
+                    1 if earlier is None else earlier.get("attempt", 1) + 1,
+                    resumable=config.train.resume != "never",
+                )
         except OSError as error:
             raise ConfigError(f"runs_dir={config.runs_dir}: cannot be written ({error.strerror or error})") from error
         return run
@@ -127,13 +137,21 @@ class RunDir:
         run.write_status("failed", reason)
         return run
 
-    def _begin(self, config_text: str, attempt: int) -> None:
+    def _begin(self, config_text: str, attempt: int, resumable: bool = False) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "summary.json", "ds_config.json", "engine.json", "env.json"):
+        if not resumable:
+            shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+        if not any(self.path.glob("checkpoints/samples-*")):
+            (self.path / "metrics.jsonl").unlink(missing_ok=True)
+        for name in ("summary.json", "ds_config.json", "engine.json", "env.json"):
             (self.path / name).unlink(missing_ok=True)
         write_whole(self.path / "config.yaml", config_text)
         write_whole(self.path / "command.txt", shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]) + "\n")
-        self.write_status("running", started_at=time.time(), attempt=attempt)
+        goes_on = resumable and any(self.path.glob("checkpoints/samples-*"))
+        wandb_attempt = (self.read_status() or {}).get("wandb_attempt", 1) if goes_on else attempt
+        self.write_status(
+            "running", started_at=time.time(), attempt=attempt, wandb_attempt=wandb_attempt, resumable=False
+        )
 
     def write_status(self, status: Status, reason: str = "", **more: Any) -> None:
         """Record how the run stands; ``more`` is kept from one call to the next."""
@@ -160,6 +178,12 @@ class RunDir:
         text = "".join(json.dumps({k: finite(v) for k, v in row.items()}, allow_nan=False) + "\n" for row in rows)
         with open(self.path / "metrics.jsonl", "a") as file:
             file.write(text)
+
+    def cut_metrics(self, step: int) -> None:
+        """Keep the rows up to update ``step``, from which a run goes on."""
+        rows = [row for row in self.read_metrics() if row["step"] <= step]
+        write_whole(self.path / "metrics.jsonl", "")
+        self.append_metrics(rows)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         path = self.path / "metrics.jsonl"
@@ -189,3 +213,29 @@ def free_neighbour(path: Path) -> Path:
     while (candidate := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     return candidate
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a folder, oldest first."""
+    found = [path for path in folder.glob("samples-*") if (path / "checkpoint.json").exists()]
+    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+
+
+def find_resume(config: Config, run: RunDir) -> Path | None:
+    """The checkpoint a run goes on from: ``train.resume`` is ``auto``, ``never``, or a run or checkpoint folder.
+
+    Raises:
+        ConfigError: when a given folder holds no checkpoint.
+    """
+    if config.train.resume == "never":
+        return None
+    if config.train.resume == "auto":
+        found = find_checkpoints(run.path / "checkpoints")
+        return found[-1] if found else None
+    path = Path(config.train.resume).expanduser().resolve()
+    if (path / "checkpoint.json").exists():
+        return path
+    found = find_checkpoints(path / "checkpoints")
+    if not found:
+        raise ConfigError(f"train.resume={config.train.resume}: no checkpoint there; give a run or a checkpoint folder")
+    return found[-1]

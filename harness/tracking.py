@@ -32,7 +32,7 @@ class Tracker:
 
         os.environ.pop("WANDB_RUN_ID", None)
         mode = decide_mode(config.wandb)
-        attempt = (run.read_status() or {}).get("attempt", 1)
+        attempt = (run.read_status() or {}).get("wandb_attempt", 1)
         self.run = wandb.init(
             mode=mode,  # type: ignore[arg-type]
             project=config.wandb.project,
@@ -44,9 +44,10 @@ class Tracker:
             job_type=job_type(config),
             config=asdict(config),
             dir=str(run.path),
+            resume="allow" if mode == "online" else None,
             settings=wandb.Settings(console="off", silent=True, save_code=False),
         )
-        for axis in ("samples", "wall_s", "step"):
+        for axis in ("samples", "wall_s", "sim_time_s", "step"):
             self.run.define_metric(axis)
         self.run.define_metric("*", step_metric="samples")
         self.offline_dir = os.path.dirname(self.run.dir) if mode == "offline" else None

@@ -54,6 +54,8 @@ for step in range(arguments.steps):
     engine.backward(loss)
     engine.step()
     times.append(time.perf_counter() - started)
+    if step == 0 and rank == 0:
+        print(f"update 1/{arguments.steps}", flush=True)
 slowest = torch.tensor(times)
 torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)
 if rank == 0:

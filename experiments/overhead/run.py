@@ -43,12 +43,14 @@ def seconds_to_first_update(command: list[str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         process = subprocess.Popen(
-            [*command, f"runs_dir={folder}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [part.replace("FOLDER", folder) for part in command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         assert process.stdout is not None
-        first = next(line for line in process.stdout if line.startswith("update 1/"))
+        next(line for line in process.stdout if line.startswith("update 1/"))
         seconds = time.monotonic() - started
-        assert first
         process.terminate()
         process.communicate()
         return seconds
@@ -77,12 +79,19 @@ def main() -> None:
             "ratio": spread([harness / bare for harness, bare in pairs]),
         }
         print(stage, result[f"stage{stage}"]["ratio"], flush=True)
-    main_job = [DEEPSPEED, "--num_gpus", "2", str(ROOT / "harness" / "main.py"), "+exp=zero3"]
-    by_python = [sys.executable, str(ROOT / "harness" / "main.py"), "+exp=zero3", "launch.world_size=2"]
-    for name, command in {"deepspeed": main_job, "python": by_python}.items():
-        times = [seconds_to_first_update(command) for _ in range(arguments.pairs)]
-        result[f"seconds_to_first_update, {name}"] = spread(times)
-        print(name, spread(times), flush=True)
+    main_py, deepspeed = str(ROOT / "harness" / "main.py"), [DEEPSPEED, "--num_gpus", "2"]
+    commands = {
+        "bare, deepspeed": [*deepspeed, str(HERE / "bare.py"), "--stage", "3"],
+        "harness, deepspeed": [*deepspeed, main_py, "+exp=zero3", "runs_dir=FOLDER"],
+        "harness, python": [sys.executable, main_py, "+exp=zero3", "launch.world_size=2", "runs_dir=FOLDER"],
+    }
+    times: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(arguments.pairs):
+        for name, command in commands.items():
+            times[name].append(seconds_to_first_update(command))
+    for name, seconds in times.items():
+        result[f"seconds to first update: {name}"] = spread(seconds)
+        print(name, spread(seconds), flush=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

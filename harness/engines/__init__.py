@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
+    from harness.checkpoint import Fragment
     from harness.config import Config
     from harness.ranks import World
 
@@ -15,6 +18,7 @@ class Engine(Protocol):
     """One rank's side of data-parallel training. All losses are shares: they sum to the global mean loss."""
 
     n_params: int
+    optimizer: torch.optim.Optimizer  # under parallel=async a DelayedOptimizer
     settings: dict[str, Any]  # what the library behind it was given, for the record
     arithmetic: str  # what weights are kept in and forward computes in
 
@@ -41,6 +45,26 @@ class Engine(Protocol):
     def held_bytes(self) -> dict[str, int]:
         """Bytes this rank held just before its second update: ``param``, ``grad``, ``optimizer``."""
 
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks own different fragments; else each owns all."""
+
+    def fragments(self) -> list[Fragment]:
+        """What this rank's optimizer updates, as stretches of the model's parameters."""
+
+    def refresh(self, read: Callable[[str, int, int], torch.Tensor]) -> None:
+        """Make what forward reads follow from new fp32 weights.
+
+        Args:
+            read: elements of a flattened parameter, by name, first element and count.
+        """
+
+    def scalars(self) -> dict[str, float]:
+        """Counters and scales that belong to the state of training."""
+
+    def load_scalars(self, scalars: dict[str, float]) -> None:
+        """Put back what :meth:`scalars` gave."""
+
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Every parameter whole, fp32 on the CPU, by name: gathered, so all ranks must call it."""
 
@@ -61,7 +85,16 @@ def build_engine(config: Config, world: World) -> Engine:
 
 
 def build_optimizer(config: Config, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's own optimizer, fused on GPU. The rate is set before every step."""
+    """torch's own optimizer, fused on GPU, behind a DelayedOptimizer under ``parallel=async``.
+
+    The rate is set before every step.
+    """
+    from harness.server import hold_back
+
+    return hold_back(build_torch_optimizer(config, parameters), config)
+
+
+def build_torch_optimizer(config: Config, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     import torch
 
     from harness.config import AdamWConfig, SGDConfig

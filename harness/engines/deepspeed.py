@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import unittest.mock
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
 
+from harness.checkpoint import Fragment
 from harness.config import Config
 from harness.ds_config import build_ds_config
 from harness.engines import build_optimizer
@@ -47,6 +49,7 @@ class DeepSpeedEngine:
         self.optimizer = build_optimizer(config, parameters)
         self.arithmetic = "fp32" if self.dtype == torch.float32 else f"{config.precision} weights, fp32 master weights"
         self._updates = 0
+        self._first_moved: int | None = None  # the update in which the weights first moved
         self._held: dict[str, int] = {}
         self._norm: torch.Tensor | None = None
         self._clip_norm = config.optimizer.clip_norm
@@ -142,7 +145,9 @@ class DeepSpeedEngine:
         return self._held
 
     def _before_inner_step(self, *_: Any) -> None:
-        if self._updates == 1 and not self._held:
+        if self._first_moved is None:
+            self._first_moved = self._updates
+        elif self._updates > self._first_moved and not self._held:
             self._held = {kind: unique_bytes(tensors) for kind, tensors in self._held_tensors().items()}
 
     def _held_tensors(self) -> dict[str, list[torch.Tensor]]:
@@ -161,6 +166,7 @@ class DeepSpeedEngine:
             gradients += averaged if isinstance(averaged, (list, tuple)) else [averaged]
         if getattr(zero, "grad_partitions_flat_buffer", None) is not None:
             gradients.append(zero.grad_partitions_flat_buffer)
+        gradients += getattr(zero, "accumulated_grads_in_cpu", {}).values()  # stage 2, offloaded and accumulating
         moments = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         return {
             "param": held,
@@ -168,10 +174,81 @@ class DeepSpeedEngine:
             "optimizer": moments + [m.data for m in masters],
         }
 
+    @property
+    def sharded(self) -> bool:
+        return self.stage > 0
+
+    def fragments(self) -> list[Fragment]:
+        zero, rank = self.engine.optimizer, self.world.rank
+        named = self._named_parameters()
+        if self.stage == 0:
+            if zero is self.optimizer:
+                return [Fragment(name, 0, p.numel(), p, 0) for name, p in named.items()]
+            names = {id(p): name for name, p in named.items()}
+            pairs = zip(zero.fp16_groups, zero.fp32_groups, strict=True)
+            both = [(p, master) for halves, masters in pairs for p, master in zip(halves, masters, strict=True)]
+            return [Fragment(names[id(p)], 0, p.numel(), master, 0) for p, master in both]
+        names = {id(p): name for name, p in named.items()}
+        found = []
+        if self.stage == 3:  # each parameter is cut into equal parts, the last padded
+            for group, owner in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+                offset = 0
+                for p in group:
+                    size = p.partition_numel()
+                    length = min(size, p.ds_numel - rank * size)
+                    if length > 0:
+                        found.append(Fragment(names[id(p)], rank * size, length, owner, offset))
+                    offset += size
+            return found
+        for group, owner in zip(zero.round_robin_bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+            first, position = rank * owner.numel(), 0  # the group is flattened, then cut into equal parts
+            for p in group:
+                low, high = max(position, first), min(position + p.numel(), first + owner.numel())
+                if low < high:
+                    found.append(Fragment(names[id(p)], low - position, high - low, owner, low - first))
+                position += p.numel()
+        return found
+
+    @torch.no_grad()
+    def refresh(self, read: Callable[[str, int, int], torch.Tensor]) -> None:
+        for name, p in self._named_parameters().items():
+            if self.stage == 3:
+                size = p.partition_numel()
+                start = self.world.rank * size
+                length = min(size, p.ds_numel - start)
+                if length > 0:
+                    p.ds_tensor.data.view(-1)[:length].copy_(read(name, start, length))
+            if p.numel() > 0:  # at stage 3 the parameters that every rank keeps
+                p.data.copy_(read(name, 0, p.numel()).view(p.shape))
+
+    def scalars(self) -> dict[str, float]:
+        counters = {name: getattr(self.engine, name) for name in ("global_steps", "skipped_steps")}
+        return counters | {f"scale/{name}": value for name, value in self._scaler().items()}
+
+    def load_scalars(self, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            if name.startswith("scale/"):
+                setattr(self._scale_holder(), name.removeprefix("scale/"), value)
+            else:
+                setattr(self.engine, name, value)
+
+    def _scale_holder(self) -> Any:
+        """Where DeepSpeed keeps the loss scale of fp16."""
+        return getattr(self.engine.optimizer, "loss_scaler", self.engine.optimizer)
+
+    def _scaler(self) -> dict[str, float]:
+        if DTYPES["fp16"] not in {p.dtype for p in self.engine.module.parameters()}:
+            return {}
+        names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+        return {name: getattr(self._scale_holder(), name) for name in names if hasattr(self._scale_holder(), name)}
+
+    def _named_parameters(self) -> dict[str, Any]:
+        return {name.removeprefix("model."): p for name, p in self.engine.module.named_parameters()}
+
     def full_parameters(self) -> dict[str, torch.Tensor]:
         whole = {}
         self.engine.empty_partition_cache()  # an evaluation leaves prefetched parameters in flight
-        for name, parameter in self.engine.module.named_parameters():
+        for name, parameter in self._named_parameters().items():
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
-                whole[name.removeprefix("model.")] = parameter.detach().float().cpu().clone()
+                whole[name] = parameter.detach().float().cpu().clone()
         return whole

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from harness.checkpoint import Fragment
 from harness.config import Config
 from harness.engines import build_optimizer
 from harness.measure.memory import unique_bytes
@@ -115,6 +119,30 @@ class NativeEngine:
             self._held = {
                 kind: unique_bytes(local(t) for t in tensors if t is not None) for kind, tensors in held.items()
             }
+
+    @property
+    def sharded(self) -> bool:
+        return self._sharded
+
+    def fragments(self) -> list[Fragment]:
+        found = []
+        for name, p in self.loss_model.model.named_parameters():
+            start = 0
+            if isinstance(p, DTensor):
+                place: Any = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+                start = place[1][0] * math.prod(p.shape[1:])
+            if length := local(p).numel():
+                found.append(Fragment(name, start, length, p, 0))
+        return found
+
+    def refresh(self, read: Callable[[str, int, int], torch.Tensor]) -> None:
+        """Forward reads the fp32 weights themselves."""
+
+    def scalars(self) -> dict[str, float]:
+        return {}
+
+    def load_scalars(self, scalars: dict[str, float]) -> None:
+        """None of its own."""
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         return {name: whole(p).float().cpu().clone() for name, p in self.loss_model.model.named_parameters()}

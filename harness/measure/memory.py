@@ -5,13 +5,24 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterable
 
+import psutil
 import torch
+
+from harness.environment import cgroup_free_bytes, ranks_on_host
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages behind tensors, each storage counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
     return sum(storages.values())
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Bytes this rank may still take: of its GPU, or its share of what the host and its control group have left."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free, below_limit = psutil.virtual_memory().available, cgroup_free_bytes()
+    return (free if below_limit is None else min(free, below_limit)) // ranks_on_host()
 
 
 def peak_memory_bytes() -> int:

@@ -16,6 +16,7 @@ MOST_POINTS = 200  # of a drawn loss curve; longer ones are averaged over equal 
 AXES = {
     "samples": ("loss_samples", "Training loss against samples", "samples (sequences)"),
     "wall_s": ("loss_wall_time", "Training loss against wall time", "wall time (s)"),
+    "updates": ("loss_updates", "Training loss against weight updates", "weight updates"),
     "sim_time_s": ("loss_simulated_time", "Training loss against simulated time", "simulated time (s)"),
 }
 
@@ -23,6 +24,8 @@ AXES = {
 def against(comparison: Comparison, axis: str) -> Curve | LeftOut:
     """Loss of every point against a column of metrics.jsonl, median and range over seeds."""
     slug, title, x_label = AXES[axis]
+    if axis in ("updates", "sim_time_s") and not synchrony_varies(comparison):
+        return LeftOut(slug, title, "every run has the same synchrony")
     worlds = sorted({run.world_size or 0 for run in comparison.runs})
     colors: dict[str, int] = {}
     lines = []
@@ -33,7 +36,7 @@ def against(comparison: Comparison, axis: str) -> Curve | LeftOut:
         if line.x or line.marks:
             lines.append(line)
     if not any(line.x for line in lines):
-        why = "no run has a simulated clock" if axis == "sim_time_s" else "no run has rows in metrics.jsonl"
+        why = "no run has rows in metrics.jsonl"
         return LeftOut(slug, title, why)
     longest = max(len(run.metrics["loss"]) for run in comparison.runs)
     width = math.ceil(longest / MOST_POINTS)
@@ -42,6 +45,12 @@ def against(comparison: Comparison, axis: str) -> Curve | LeftOut:
         note += f" Means over up to {width} updates."
     panel = Panel("", x_label, "training loss (nats/token)", lines, band=axis == "samples", zero=False)
     return Curve(slug, title, [panel], note.strip())
+
+
+def synchrony_varies(comparison: Comparison) -> bool:
+    """Whether updates and simulated time say anything that samples do not."""
+    asynchronous = any(run.config.get("parallel.kind") == "async" for run in comparison.runs)
+    return asynchronous or any(key.startswith("parallel.") for key in comparison.varied)
 
 
 def seeds_repeat(comparison: Comparison) -> bool:

@@ -27,6 +27,8 @@ def draw_panel(axis: Axes, panel: Panel) -> dict[str, Any]:
     """Draw one panel; returns the handles of its lines by label."""
     from matplotlib import colormaps
 
+    if panel.points:
+        return draw_points(axis, panel)
     measured = [line for line in panel.lines if not line.ideal]
     scale, y_label = unit_of(panel.quantity, panel.y_label, [y for line in measured for y in line.high or line.y])
     gradient = colormaps["viridis"] if len(measured) > MOST_LABELLED else None
@@ -65,6 +67,38 @@ def draw_panel(axis: Axes, panel: Panel) -> dict[str, Any]:
     return entries
 
 
+def draw_points(axis: Axes, panel: Panel) -> dict[str, Any]:
+    """Draw one quantity against another of the same unit; returns the handles by label."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    values = [value for line in panel.lines for value in (*line.x, *line.y)]
+    scale, y_label = unit_of(panel.quantity, panel.y_label, values)
+    _, x_label = unit_of(panel.quantity, panel.x_label, values)
+    entries: dict[str, Any] = {}
+    for line in panel.lines:
+        x, y = [value * scale for value in line.x], [value * scale for value in line.y]
+        if line.ideal:
+            entries[line.label] = axis.plot(x, y, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)[0]
+            continue
+        color, marker = COLORS[line.color % len(COLORS)], MARKERS[line.color % len(MARKERS)]
+        entries[line.label] = axis.plot(
+            x, y, color=color, linestyle="none", marker=marker, markersize=6, alpha=0.75, markeredgewidth=0
+        )[0]
+    low, high = min(values) * scale / 1.5, max(values) * scale * 1.5
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlim(low, high)
+    axis.set_ylim(low, high)
+    for each in (axis.xaxis, axis.yaxis):
+        each.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,)))
+        each.set_major_formatter(FuncFormatter(plain))
+        each.set_minor_formatter(NullFormatter())
+    axis.set_title(panel.title)
+    axis.set_xlabel(x_label)
+    axis.set_ylabel(y_label)
+    return entries
+
+
 def set_scale(axis: Axes, panel: Panel, measured: list[Line], scale: float) -> None:
     """Ticks at the sizes that were run, and a y-axis that neither a diverged run nor a wide range makes unreadable."""
     from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, NullLocator, PercentFormatter
@@ -90,7 +124,7 @@ def set_scale(axis: Axes, panel: Panel, measured: list[Line], scale: float) -> N
     elif panel.zero:
         axis.set_ylim(bottom=0, top=max([1.0 if panel.quantity == "percent" else 0, *axis.get_ylim()]) * 1.06)
     else:
-        low, high = calm_range(measured, panel.steps)
+        low, high = calm_range(panel.lines if panel.steps else measured, panel.steps)
         if high > low:
             axis.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
@@ -98,7 +132,7 @@ def set_scale(axis: Axes, panel: Panel, measured: list[Line], scale: float) -> N
 def calm_range(lines: list[Line], points: bool) -> tuple[float, float]:
     """The range of what did not diverge; if every curve did, up to half above where they started."""
     calm = [line for line in lines if points or not line.marks]
-    values = [value for line in calm for value in (*line.low, *line.high)]
+    values = [value for line in calm for value in (line.y if line.ideal else (*line.low, *line.high))]
     if values:
         return min(values), max(values)
     lows = [value for line in lines for value in line.y]

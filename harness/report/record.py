@@ -13,13 +13,14 @@ from harness.config import GROUPS, Config
 from harness.rundir import Status
 
 STATUSES: tuple[str, ...] = get_args(Status)
-COLUMNS = ("samples", "loss", "wall_s", "sim_time_s")  # of metrics.jsonl, kept for the curves
+COLUMNS = ("samples", "loss", "eval_loss", "wall_s", "sim_time_s", "updates")  # of metrics.jsonl, kept for the curves
 NEEDED = ("world_size", "global_batch_size", "tokens_per_s", "final_loss")  # of a completed run's summary.json
 NUMBERS = (
     "world_size", "zero_stage", "global_batch_size", "micro_batch_size", "grad_accum_steps", "lr", "n_params",
     "tokens_per_s", "tokens_per_s_per_rank", "samples_per_s", "step_time_s_median", "step_time_s_p90", "mfu", "hfu",
     "tflops_per_rank", "peak_memory_bytes", "param_bytes", "grad_bytes", "optimizer_bytes", "comm_traffic_bytes",
-    "final_loss", "eval_loss", "skipped_steps", "staleness_mean", "pending_gradient_bytes", "critical_batch_size",
+    "final_loss", "eval_loss", "skipped_steps", "staleness_mean", "pending_gradient_bytes", "updates",
+    "sim_time_s", "critical_batch_size",
 )  # fmt: skip
 
 
@@ -103,9 +104,12 @@ def check_run(run: Run) -> None:
     for key, value in summary.items():
         if key in NUMBERS and value is not None and not is_number(value):
             raise DamagedRun(f"summary: {key}={value!r} is no number")
-    for key in ("comm_bytes_per_step", "predicted"):
+    for key in ("comm_bytes_per_step", "predicted", "staleness_histogram"):
         if not isinstance(summary.get(key) or {}, dict):
             raise DamagedRun(f"summary: {key} holds no object")
+    histogram = summary.get("staleness_histogram") or {}
+    if not all(str(staleness).isdecimal() and is_number(count) for staleness, count in histogram.items()):
+        raise DamagedRun("summary: staleness_histogram holds something that is no count")
     operations = summary.get("comm_bytes_per_step") or {}
     if not all(is_number(value) for value in operations.values()):
         raise DamagedRun("summary: comm_bytes_per_step holds something that is no number")

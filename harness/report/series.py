@@ -38,6 +38,7 @@ FOLLOWS = (
     ("zero.", ("sharding", "model")),
     ("engine.", ("sharding",)),
     ("checkpointing.", ("checkpointing.mode",)),
+    ("parallel.clock_cv", ("parallel.clock",)),
     ("parallel.", ("parallel.kind",)),
     ("batch.", ("batch.kind",)),
     ("deepspeed.", ("sharding",)),
@@ -46,7 +47,7 @@ FOLLOWS = (
 # The order of a label's parts; other keys follow in alphabetical order, the world size comes last.
 ORDER = (
     "model", "data", "sharding", "precision", "checkpointing.mode", "optimizer.kind", "lr.rule", "lr.base",
-    "parallel.kind", "parallel.workers", "batch.kind", GLOBAL, PER_RANK, MICRO,
+    "parallel.kind", "parallel.workers", "parallel.clock", "parallel.remedy", "batch.kind", GLOBAL, PER_RANK, MICRO,
 )  # fmt: skip
 
 NAMES = {"adamw": "AdamW", "sgd": "SGD", "ddp": "DDP", "fsdp": "FSDP"}
@@ -276,6 +277,10 @@ def part_of(key: str, value: Any) -> str:
         return value if value == NO_ACCUMULATION else f"micro {value}"
     if key == RANKS:
         return f"{value} rank{'' if value == 1 else 's'}"
+    if key == "parallel.clock":
+        return f"{value} clock"
+    if key == "parallel.remedy":
+        return "no remedy" if value == "none" else str(value)
     if key == "parallel.workers":
         return f"{value} worker{'' if value == 1 else 's'}"
     if key == "corpus":

@@ -75,13 +75,14 @@ def run_row(run: Run, series: Series) -> Row:
     for key in NUMBERS:
         row.setdefault(key, run.number(key))
     extra = {key: value for key, value in flatten(run.summary).items() if key not in row and is_number(value)}
-    row |= {key: extra[key] for key in sorted(extra) if not key.startswith("predicted.")}
+    extra = {key: value for key, value in extra.items() if not key.startswith("staleness_histogram.")}
+    row |= {key: extra[key] for key in sorted(extra) if not key.startswith(("predicted.", "residual."))}
     for key, value in flatten({"predicted": run.summary.get("predicted") or {}}).items():
         if is_number(value):
             row[key] = value
             measured = row.get(key.removeprefix("predicted."))
-            if is_number(measured):
-                row[key.replace("predicted.", "residual.", 1)] = measured - value
+            if is_number(measured) and value:
+                row[key.replace("predicted.", "residual.", 1)] = measured / value - 1
     environment = run.environment
     row["hardware"] = environment.hardware or None
     row["versions"] = ", ".join(f"{name} {version}" for name, version in environment.versions) or None
@@ -122,6 +123,8 @@ def point_rows(comparison: Comparison) -> list[dict[str, str]]:
                     "step p90 (ms)": spread_text(point, "step_time_s_p90", 1000),
                     "MFU (%)": spread_text(point, "mfu", 100),
                     "peak memory (MiB/rank)": spread_text(point, "peak_memory_bytes", 2**-20),
+                    "staleness": spread_text(point, "staleness_mean") if asynchronous(point) else "",
+                    "simulated time (s)": spread_text(point, "sim_time_s") if asynchronous(point) else "",
                     "final loss": spread_text(point, "final_loss"),
                     "eval loss": spread_text(point, "eval_loss"),
                     "speed-up": f"{speed_up(rates[ranks].median, base):.2f}" if ranks and kept else "",
@@ -130,6 +133,10 @@ def point_rows(comparison: Comparison) -> list[dict[str, str]]:
             )
     empty = [key for key in rows[0] if all(not row[key] for row in rows)]
     return [{key: value for key, value in row.items() if key not in empty} for row in rows]
+
+
+def asynchronous(point: Point) -> bool:
+    return any(run.config.get("parallel.kind") == "async" for run in point.runs)
 
 
 def spread_text(point: Point, key: str, factor: float = 1.0) -> str:
