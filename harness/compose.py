@@ -14,6 +14,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from harness.config import (
@@ -127,3 +128,15 @@ def reproducing_command(world_size: int) -> str:
     """A command that runs the config Hydra has just composed, on its own, in a world of this size."""
     overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith("launch.world_size=")]
     return shlex.join(["python", "harness/main.py", *overrides, f"launch.world_size={world_size}"])
+
+
+def refuse_multirun() -> None:
+    """Hydra knows more ways to ask for a sweep than the one the harness knows.
+
+    Raises:
+        ConfigError: in a multirun, or for an exp that is one, that was not asked for with ``-m``.
+    """
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ConfigError("hydra.mode=MULTIRUN: ask for a sweep with -m")
+    if HydraConfig.get().sweeper.get("params"):
+        raise ConfigError("+exp: this one is a sweep (it sets hydra.sweeper.params); run it with -m")

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.clock import LAWS, STRAGGLER_SHARE, read_trace
 
+LARGEST = 2**63  # of any number in a config
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 OBJECTIVES = (
     "final_loss", "eval_loss", "tokens_per_s", "tokens_per_s_per_rank", "samples_per_s", "step_time_s_median",
@@ -34,8 +35,9 @@ def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def check_at_least(key: str, value: float | None, limit: float) -> None:
-    if value is not None and not (math.isfinite(value) and value >= limit):
-        raise ConfigError(f"{key}={value}: must be a finite number of at least {limit}")
+    finite = isinstance(value, int) or value is None or math.isfinite(value)
+    if value is not None and not (finite and limit <= value < LARGEST):
+        raise ConfigError(f"{key}={str(value)[:40]}: must be a finite number of at least {limit}")
 
 
 def check_study(name: str) -> str:
@@ -387,6 +389,11 @@ class WandbConfig:
 
     def __post_init__(self) -> None:
         check_choice("wandb.mode", self.mode, ("auto", "online", "offline", "disabled"))
+        if not self.project or set(self.project) & set("/\\#?%:"):
+            raise ConfigError(f"wandb.project={self.project}: must be a name without any of / \\ # ? % :")
+        for tag in self.tags:
+            if not 1 <= len(tag) <= 64:
+                raise ConfigError(f"wandb.tags={self.tags}: a tag must have 1 to 64 characters")
 
 
 @dataclass
@@ -580,9 +587,14 @@ def resolve_batch(batch: BatchConfig, world_size: int) -> BatchConfig:
     per_rank = size // world_size if batch.kind == "strong" else size
     micro = batch.micro_size or per_rank
     if per_rank % micro:
-        divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+        divisors = {
+            d
+            for small in range(1, math.isqrt(per_rank) + 1)
+            if per_rank % small == 0
+            for d in (small, per_rank // small)
+        }
         below = max(d for d in divisors if d < micro or d == 1)
-        above = next((d for d in divisors if d > micro), per_rank)
+        above = min((d for d in divisors if d > micro), default=per_rank)
         raise ConfigError(
             f"batch.micro_size={micro}: does not divide the {per_rank} sequences of a rank "
             f"(batch.{wanted}={size}, {world_size} ranks); nearest valid: {' or '.join(map(str, sorted({below, above})))}"

@@ -244,7 +244,11 @@ def build_tokens(source: Iterator[str | bytes], data: DataConfig, folder: Path) 
     work = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         with open(work / "raw", "wb") as raw:
-            for document in source:
+            for number, document in enumerate(source):
+                if not isinstance(document, (str, bytes)):
+                    raise ConfigError(
+                        f"data.column={data.column}: row {number} holds {type(document).__name__}, not text"
+                    )
                 tokens: np.ndarray = np.append(encode(document), end).astype(dtype)
                 raw.write(tokens.tobytes())
                 digest.update(tokens.tobytes())

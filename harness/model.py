@@ -220,13 +220,22 @@ def lazy_tensors(settings: ModelConfig, model: Any) -> Callable[..., Any]:
         if files and all(rename(name) in files for name in wanted):
             return lambda name, *default: read_tensor(files, rename(name), *default)
     try:
-        full = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=settings.trust_remote_code, **settings.config
-        ).state_dict()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            trust_remote_code=settings.trust_remote_code,
+            output_loading_info=True,
+            **settings.config,
+        )
     except Exception as error:
         raise ConfigError(
             f"model.path={settings.path}: its weights cannot be loaded ({' '.join(str(error).split())[:200]})"
         ) from error
+    full_model, loading = loaded
+    absent = sorted({*loading["missing_keys"], *(key[0] for key in loading["mismatched_keys"])} & wanted)
+    if absent:
+        raise ConfigError(f"model.path={settings.path}: holds no weights for {absent[0]} and {len(absent) - 1} more")
+    full = full_model.state_dict()
     return lambda name, *default: full.get(name, *default) if default else full[name]
 
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from harness.config import ConfigError
-from harness.environment import alive, launchers, oom_kills, ranks_on_host
+from harness.environment import alive, oom_kills, process_of, ranks_on_host
 from harness.rundir import Status
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
@@ -53,7 +53,7 @@ class World:
     size: int
     local_rank: int
     store: dist.Store
-    launchers: list[psutil.Process]
+    launchers: Sequence[psutil.Process | None]
 
     @property
     def device(self) -> torch.device:
@@ -64,13 +64,15 @@ class World:
         return "nccl" if torch.cuda.is_available() else "gloo"
 
     @classmethod
-    def join(cls) -> World:
+    def join(cls, above: Sequence[psutil.Process | None] = ()) -> World:
         """Meet the other ranks at MASTER_ADDR:MASTER_PORT.
+
+        Args:
+            above: the launchers whose end is to end this rank.
 
         Raises:
             ConfigError: when the port is taken.
         """
-        above = launchers()
         rank, size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         try:
             store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=RENDEZVOUS_TIMEOUT))
@@ -90,6 +92,13 @@ class World:
 
     def receive(self) -> dict[str, Any]:
         """What rank 0 published; waits for it."""
+        while True:
+            try:
+                self.store.wait(["message"], timedelta(seconds=10))
+                break
+            except dist.DistStoreError:  # rank 0 is still at work, a large corpus can take long
+                if not all(alive(process) for process in self.launchers):
+                    leave(1)
         message = json.loads(self.store.get("message"))
         self.store.set(f"received/{self.rank}", "")
         return message
@@ -196,14 +205,18 @@ class Watch(threading.Thread):
         if not self.ending.acquire(blocking=False):
             time.sleep(60)  # the other thread is leaving
             os._exit(1)
-        rank = self.world.rank
-        if rank != 0:
+        try:
+            self._record(status, reason)
+        finally:
+            leave(1)
+
+    def _record(self, status: Status, reason: str) -> None:
+        if self.world.rank != 0:
             self._leave_note(status, reason)
         elif self.record is not None:
             if status not in ("timeout", "diverged") and self.told is None:
                 status, reason = self._verdict(status, reason)
             self.record(status, reason)
-        leave(1)
 
     def _verdict(self, status: Status, reason: str) -> tuple[Status, str]:
         """What ended the world first: an error in one rank breaks the collectives of all others."""
@@ -249,14 +262,6 @@ class Watch(threading.Thread):
                 if host == socket.gethostname() and not alive(process_of(pid, started)):
                     gone.append(rank)
         return gone
-
-
-def process_of(pid: int, started: float) -> psutil.Process | None:
-    try:
-        process = psutil.Process(pid)
-        return process if abs(process.create_time() - started) < 1 else None
-    except psutil.NoSuchProcess:
-        return None
 
 
 def leave(code: int) -> NoReturn:

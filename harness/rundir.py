@@ -24,13 +24,14 @@ from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
 from harness.config import Config, ConfigError, check_study, dump
+from harness.environment import alive, process_of
 
 Status = Literal["running", "completed", "oom", "diverged", "failed", "timeout", "killed"]
 
 # What does not change the result, or only how it is kept and shown.
 NOT_HASHED = (
     ("study",), ("runs_dir",), ("wandb",), ("plan",), ("objective",), ("train", "log_every"), ("train", "resume"),
-    ("train", "keep"), ("launch", "timeout_s"),
+    ("train", "keep"), ("data", "cache_dir"), ("launch", "timeout_s"),
     ("launch", "rerun"),
 )  # fmt: skip
 VANISHED = "its process vanished without a word"
@@ -114,15 +115,18 @@ class RunDir:
             with FileLock(run.path.parent / f".{run.path.name}.lock"):
                 find_resume(config, run)  # a folder without a checkpoint is refused before anything is touched
                 earlier = run.read_status()
-                if earlier is not None and earlier["status"] == "running":
-                    raise RunGoingOn(f"{run.path}: this run is going on (pid {earlier['pid']}); wait for it or end it")
-                if earlier is not None and earlier["status"] == "completed":
+                earlier = earlier or {}
+                foreign = earlier.get("host") != socket.gethostname()
+                if earlier.get("status") == "running" and not (foreign and config.launch.rerun == "all"):
+                    where = f"pid {earlier.get('pid')} on {earlier.get('host')}"
+                    remedy = "wait for it or end it, or use launch.rerun=all if that host is gone"
+                    raise RunGoingOn(f"{run.path}: this run is going on ({where}); {remedy}")
+                if earlier.get("status") == "completed":
                     run.path.rename(free_neighbour(run.path))
-                    earlier = None
                 run._begin(
                     dump(config),
                     command,
-                    1 if earlier is None else earlier.get("attempt", 1) + 1,
+                    int(earlier.get("attempt", 0)) + 1,
                     resumable=config.train.resume != "never",
                 )
         except OSError as error:
@@ -133,11 +137,20 @@ class RunDir:
     def refuse(cls, composed: DictConfig, command: str, reason: str) -> RunDir:
         """The failed record of a composed config that cannot run."""
         text = OmegaConf.to_yaml(composed)
-        study = Path(composed.runs_dir).expanduser() / check_study(composed.study)
-        run = cls(study / f"refused-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+        run = cls(cls._refusal_path(composed))
         run._begin(text, command, 1)
         run.write_status("failed", reason)
         return run
+
+    @classmethod
+    def forget_refusal(cls, composed: DictConfig) -> None:
+        """What could not run before can now."""
+        shutil.rmtree(cls._refusal_path(composed), ignore_errors=True)
+
+    @staticmethod
+    def _refusal_path(composed: DictConfig) -> Path:
+        digest = hashlib.sha256(OmegaConf.to_yaml(composed).encode()).hexdigest()[:8]
+        return Path(composed.runs_dir).expanduser() / check_study(composed.study) / f"refused-{digest}"
 
     def _begin(self, config_text: str, command: str, attempt: int, resumable: bool = False) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -147,6 +160,8 @@ class RunDir:
             (self.path / "metrics.jsonl").unlink(missing_ok=True)
         for name in ("summary.json", "ds_config.json", "engine.json", "env.json"):
             (self.path / name).unlink(missing_ok=True)
+        for log in self.logs.glob("*.log"):
+            log.unlink()
         write_whole(self.path / "config.yaml", config_text)
         write_whole(self.path / "command.txt", command + "\n")
         goes_on = resumable and any(self.path.glob("checkpoints/samples-*"))
@@ -166,12 +181,11 @@ class RunDir:
     def read_status(self) -> dict[str, Any] | None:
         """The status record, or None; a `running` whose process is gone on this host reads as `killed`."""
         record = self._read("status.json")
-        if record and record.get("status") == "running" and record.get("host") == socket.gethostname():
-            try:
-                alive = abs(psutil.Process(record["pid"]).create_time() - record["pid_started"]) < 1
-            except psutil.NoSuchProcess:
-                alive = False
-            if not alive:
+        if record is not None and not isinstance(record.get("status"), str):
+            return {"status": "failed", "reason": "its status.json is damaged", "host": socket.gethostname()}
+        if record and record["status"] == "running" and record.get("host") == socket.gethostname():
+            process = process_of(int(record.get("pid", 0)), float(record.get("pid_started", 0)))
+            if not alive(process):
                 record |= {"status": "killed", "reason": VANISHED}
         return record
 
@@ -199,9 +213,12 @@ class RunDir:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            return json.loads((self.path / name).read_text())
+            value = json.loads((self.path / name).read_text())
         except FileNotFoundError:
             return None
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
 
 
 def finite(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -38,7 +39,7 @@ class Tracker:
             project=config.wandb.project,
             entity=config.wandb.entity,
             tags=config.wandb.tags,
-            id=f"{config.study}-{config_hash(config)}-{attempt}",
+            id=f"{re.sub(r'[^A-Za-z0-9_.-]', '-', config.study)}-{config_hash(config)}-{attempt}",
             name=run.path.name,
             group=config.study,
             job_type=job_type(config),

@@ -44,8 +44,8 @@ def run(config_text: str, path: Path, resume: Path | None, world: World, screen:
         resume: the checkpoint to go on from.
     """
     config = load(config_text)
-    leader = Leader(config, RunDir(path), screen) if world.rank == 0 else None
     screen.log_to(path / "logs" / f"rank{world.rank}.log")
+    leader = Leader(config, RunDir(path), screen) if world.rank == 0 else None
     watch = Watch(world, leader.end if leader else None, config.launch.timeout_s)
     try:
         fix_threads()
@@ -153,7 +153,9 @@ class Leader:
         self._print_outcome()
 
     def end(self, status: Status, reason: str) -> None:
-        """Record a run that ends otherwise; called by the watch thread."""
+        """Record a run that ends otherwise; called by the watch thread. A completed record is left as it is."""
+        if (self.run_dir.read_status() or {}).get("status") == "completed":
+            return
         resumable = bool(find_checkpoints(self.run_dir.path / "checkpoints"))
         self.run_dir.write_status(status, reason, resumable=resumable)
         self.display.close()

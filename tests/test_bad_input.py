@@ -68,6 +68,13 @@ CASES = {
     "optimizer.betas=[0.9]": ["optimizer.betas=[0.9]", "two numbers"],
     "train.samples=8": ["train.samples=8", "32 sequences"],
     "launch.world_size=0": ["launch.world_size=0", "at least 1"],
+    f"seed={'9' * 400}": ["seed=999", "finite"],
+    "data.cache_dir=/etc/passwd/x": ["NotADirectoryError"],
+    "model.config.n_positions=abc": ["TypeError"],
+    "batch.global_size=2000000000 batch.micro_size=7": ["batch.micro_size=7", "5 or 8"],
+    "wandb.project=a/b": ["wandb.project=a/b"],
+    "hydra.mode=MULTIRUN": ["ask for a sweep with -m"],
+    "train.resume=/nowhere": ["train.resume=/nowhere", "no checkpoint there"],
     "study=a/b": ["study='a/b'", "folder name"],
     "runs_dir=/proc/nowhere": ["runs_dir=/proc/nowhere", "cannot be written"],
 }

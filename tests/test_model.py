@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
+from harness.config import ConfigError
 from harness.data import open_data
 from harness.engines import build_engine
 from harness.engines.deepspeed import DeepSpeedEngine
@@ -42,6 +43,17 @@ def test_pretrained_weights_arrive_whole_in_every_stage(tmp_path):
         assert weights.keys() == saved.keys()
         for name, weight in saved.items():
             assert torch.equal(weights[name], weight), name
+
+
+def test_weights_missing_from_a_checkpoint_are_refused(tmp_path):
+    settings = transformers.LlamaConfig(
+        vocab_size=256, max_position_embeddings=64, hidden_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=96, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.LlamaModel(settings).save_pretrained(tmp_path)
+    config = compose("model=hub", f"model.path={tmp_path}", "data.seq_len=32")
+    with pytest.raises(ConfigError, match=r"holds no weights for lm_head\.weight"):
+        build_model(config, torch.float32)
 
 
 def most_held_while_building(world, config):

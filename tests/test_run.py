@@ -124,3 +124,19 @@ def test_run_again_after_completion_the_earlier_record_moves_aside(run, tmp_path
     assert again.path == first.path and again.read_status()["status"] == "running"
     aside = RunDir(first.path.with_name(first.path.name + ".1"))
     assert aside.read_status()["status"] == "completed"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"status": "running"}', '{"status"'])
+def test_a_damaged_status_blocks_nothing(text, run, tmp_path):
+    config = load((run.path / "config.yaml").read_text())
+    config.runs_dir = str(tmp_path)
+    first = RunDir.create(config, "command")
+    (first.path / "status.json").write_text(text)
+    assert RunDir.create(config, "command").read_status()["status"] == "running"
+
+
+def test_a_run_again_has_a_wandb_id_of_its_own(run, tmp_path):
+    config = load((run.path / "config.yaml").read_text())
+    config.runs_dir = str(tmp_path)
+    RunDir.create(config, "command").write_status("completed")
+    assert RunDir.create(config, "command").read_status()["wandb_attempt"] == 2
