@@ -34,6 +34,7 @@ from harness.data import open_data
 from harness.ds_config import check_passthrough
 from harness.hf_config import check_limits
 from harness.kernels import check_kernels
+from harness.rundir import RunDir, find_resume
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -111,10 +112,16 @@ def decide(composed: DictConfig, world_size: int, gpus: int) -> Config:
     Raises:
         ConfigError: in one line.
     """
-    config = resolve(to_config(composed), world_size, on_gpu=gpus > 0)
-    check_passthrough(config)
-    check_kernels(config.model)
-    open_data(config, check_limits(config))
+    try:
+        config = resolve(to_config(composed), world_size, on_gpu=gpus > 0)
+        check_passthrough(config)
+        check_kernels(config.model)
+        open_data(config, check_limits(config))
+        find_resume(config, RunDir.of(config))
+    except (OSError, RuntimeError, ValueError, TypeError, OverflowError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
     return config
 
 

@@ -113,9 +113,7 @@ class RunDir:
         try:
             run.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(run.path.parent / f".{run.path.name}.lock"):
-                find_resume(config, run)  # a folder without a checkpoint is refused before anything is touched
-                earlier = run.read_status()
-                earlier = earlier or {}
+                earlier = run.read_status() or {}
                 foreign = earlier.get("host") != socket.gethostname()
                 if earlier.get("status") == "running" and not (foreign and config.launch.rerun == "all"):
                     where = f"pid {earlier.get('pid')} on {earlier.get('host')}"
@@ -181,7 +179,7 @@ class RunDir:
     def read_status(self) -> dict[str, Any] | None:
         """The status record, or None; a `running` whose process is gone on this host reads as `killed`."""
         record = self._read("status.json")
-        if record is not None and not isinstance(record.get("status"), str):
+        if record is not None and not {"status", "pid", "pid_started", "host"} <= record.keys():
             return {"status": "failed", "reason": "its status.json is damaged", "host": socket.gethostname()}
         if record and record["status"] == "running" and record.get("host") == socket.gethostname():
             process = process_of(int(record.get("pid", 0)), float(record.get("pid_started", 0)))

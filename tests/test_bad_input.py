@@ -73,7 +73,6 @@ CASES = {
     "model.config.n_positions=abc": ["TypeError"],
     "batch.global_size=2000000000 batch.micro_size=7": ["batch.micro_size=7", "5 or 8"],
     "wandb.project=a/b": ["wandb.project=a/b"],
-    "hydra.mode=MULTIRUN": ["ask for a sweep with -m"],
     "train.resume=/nowhere": ["train.resume=/nowhere", "no checkpoint there"],
     "study=a/b": ["study='a/b'", "folder name"],
     "runs_dir=/proc/nowhere": ["runs_dir=/proc/nowhere", "cannot be written"],

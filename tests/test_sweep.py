@@ -129,10 +129,13 @@ def test_a_bad_value_for_hydra_stops_the_sweep_before_its_first_job(tmp_path):
     assert launched.runs() == []
 
 
-def test_a_sweep_exp_is_refused_without_m(tmp_path):
-    launched = Launched([sys.executable, MAIN, "+exp=strong_scaling"], tmp_path)
+@pytest.mark.parametrize(
+    ("argument", "words"), [("+exp=strong_scaling", "run it with -m"), ("hydra.mode=MULTIRUN", "with -m")]
+)
+def test_a_sweep_is_refused_without_m(argument, words, tmp_path):
+    launched = Launched([sys.executable, MAIN, argument], tmp_path)
     assert launched.wait() == 1
-    assert "run it with -m" in launched.text()
+    assert words in launched.text() and launched.runs() == []
 
 
 def test_two_sweeps_on_one_study_do_not_clobber(tmp_path):
