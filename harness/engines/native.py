@@ -48,6 +48,7 @@ class NativeEngine:
         self._sharded = sharded
         self._clip_norm = config.optimizer.clip_norm
         self._updates = 0
+        self._first_moved: int | None = None  # the update in which the weights first moved
         self._held: dict[str, int] = {}
 
     @property
@@ -109,7 +110,9 @@ class NativeEngine:
         return self._held
 
     def _before_inner_step(self, *_: Any) -> None:
-        if self._updates == 1 and not self._held:
+        if self._first_moved is None:
+            self._first_moved = self._updates
+        elif self._updates > self._first_moved and not self._held:
             states = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
             held: dict[str, list[Any]] = {
                 "param": self.parameters,
