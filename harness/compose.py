@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from harness.config import (
@@ -119,3 +121,9 @@ def check_gpus(ranks: int, gpus: int) -> None:
     """Refuse more ranks on this machine than it has GPUs, where it has any."""
     if 0 < gpus < ranks:
         raise ConfigError(f"launch.world_size={ranks}: this machine shows {gpus} GPUs; start at most one rank per GPU")
+
+
+def reproducing_command(world_size: int) -> str:
+    """A command that runs the config Hydra has just composed, on its own, in a world of this size."""
+    overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith("launch.world_size=")]
+    return shlex.join(["python", "harness/main.py", *overrides, f"launch.world_size={world_size}"])

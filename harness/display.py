@@ -16,8 +16,7 @@ PLAIN_LINE_EVERY_S = 1.0
 class Display:
     """A progress bar on a terminal, plain lines elsewhere."""
 
-    def __init__(self, file: TextIO, steps: int, title: str, note: str = ""):
-        self.note = note
+    def __init__(self, file: TextIO, steps: int, title: str):
         self.console = Console(file=file, soft_wrap=True, highlight=False)
         self.steps = steps
         self.printed_at = -float("inf")
@@ -39,7 +38,7 @@ class Display:
     def update(self, row: dict[str, Any]) -> None:
         """Show the newest row of metrics."""
         loss = "nan" if row["loss"] is None else f"{row['loss']:.4f}"
-        numbers = f"loss {loss}  {row['tokens_per_s']:,.0f} tokens/s{self.note}"
+        numbers = f"loss {loss}  {row['tokens_per_s']:,.0f} tokens/s"
         self.progress.update(self.task, completed=row["step"], numbers=numbers)
         due = time.monotonic() - self.printed_at >= PLAIN_LINE_EVERY_S or row["step"] == self.steps
         if self.progress.disable and due:
@@ -56,9 +55,10 @@ def print_outcome(file: TextIO, path: str, status: dict[str, Any], summary: dict
     if status["status"] != "completed" or summary is None:
         console.print(f"{status['status']}: {status['reason']}  ({path})", markup=False)
         return
-    table = Table(title=f"{summary['engine']}, ZeRO stage {summary['zero_stage']}, {summary['world_size']} ranks")
+    ranks = "1 rank" if summary["world_size"] == 1 else f"{summary['world_size']} ranks"
+    table = Table(title=f"{summary['engine']}, ZeRO stage {summary['zero_stage']}, {ranks}")
     if summary["zero_stage"] is None:
-        table.title = f"{summary['engine']}, {summary['world_size']} ranks"
+        table.title = f"{summary['engine']}, {ranks}"
     table.add_column("measured", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("predicted", justify="right", no_wrap=True)

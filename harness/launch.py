@@ -29,17 +29,17 @@ class Stopped(BaseException):
     """This process was told to stop, or nobody waits for it any more."""
 
 
-def launch(config: Config, run: RunDir, title: str, note: str = "") -> None:
+def launch(config: Config, run: RunDir, title: str) -> None:
     """Start a world on a run's directory and wait for its end, which ``status.json`` tells afterwards.
 
     Args:
-        title, note: shown with the progress.
+        title: shown with the progress.
 
     Raises:
         Stopped: when this process was told to stop; the world has ended and its run is recorded.
     """
     assert config.launch.world_size is not None
-    display = Display(sys.stderr, total_steps(config), title, note)
+    display = Display(sys.stderr, total_steps(config), title)
     kills_before = oom_kills()
     with stop_signals():
         log = open(run.logs / "launcher.log", "ab")  # noqa: SIM115

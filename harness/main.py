@@ -56,7 +56,10 @@ def run_parent(arguments: list[str], default_world_size: int | None = None) -> N
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Stopped as stop:
-        print(f"stopped: {stop}; the same command goes on from here", file=sys.stderr)
+        kept = (
+            "with the points that are left" if sweep else "from its newest checkpoint, if train.checkpoint_every is set"
+        )
+        print(f"stopped: {stop}; the same command goes on {kept}", file=sys.stderr)
         sys.exit(1)
     if sweep is not None and sweep.done:
         sweep.finish()
@@ -96,7 +99,7 @@ def join(screen: Screen) -> World:
 
 def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> dict[str, Any]:
     """Rank 0: decide what the world does and tell the other ranks, whatever happens here."""
-    from harness.compose import check_gpus, decide, run_hydra
+    from harness.compose import check_gpus, decide, reproducing_command, run_hydra
     from harness.config import Config, ConfigError, dump, load
     from harness.rundir import RunDir, find_resume
 
@@ -110,7 +113,7 @@ def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> d
         gpus = visible_gpus()
         check_gpus(ranks_on_host(), gpus)
         config = decide(composed, world.size, gpus)
-        lead(config, RunDir.create(config))
+        lead(config, RunDir.create(config, reproducing_command(world.size)))
 
     try:
         with contextlib.redirect_stdout(screen.out), contextlib.redirect_stderr(screen.err):

@@ -221,6 +221,9 @@ class Watch(threading.Thread):
         first = min(failures, key=lambda note: note["time"], default=None)
         if first and (status == "killed" or first["time"] < noticed):
             return first["status"], f"rank {first['rank']}: {first['reason']}"
+        told = min(notes.values(), key=lambda note: note["time"], default=None)
+        if told and told["status"] == "killed" and told["time"] < noticed:  # what broke here is its echo
+            return "killed", told["reason"]
         return status, reason
 
     def _leave_note(self, status: Status, reason: str) -> None:

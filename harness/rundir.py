@@ -11,10 +11,8 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -99,9 +97,12 @@ class RunDir:
         return cls(Path(config.runs_dir).expanduser() / config.study / run_name(config))
 
     @classmethod
-    def create(cls, config: Config) -> RunDir:
+    def create(cls, config: Config, command: str) -> RunDir:
         """The directory of a run that starts now. A completed record of the same run moves to ``<name>.N``; one that
         did not complete is begun again in its place.
+
+        Args:
+            command: one that runs this config on its own, for the record.
 
         Raises:
             RunGoingOn: when the same run is going on.
@@ -120,6 +121,7 @@ class RunDir:
                     earlier = None
                 run._begin(
                     dump(config),
+                    command,
                     1 if earlier is None else earlier.get("attempt", 1) + 1,
                     resumable=config.train.resume != "never",
                 )
@@ -128,16 +130,16 @@ class RunDir:
         return run
 
     @classmethod
-    def refuse(cls, composed: DictConfig, reason: str) -> RunDir:
+    def refuse(cls, composed: DictConfig, command: str, reason: str) -> RunDir:
         """The failed record of a composed config that cannot run."""
         text = OmegaConf.to_yaml(composed)
         study = Path(composed.runs_dir).expanduser() / check_study(composed.study)
         run = cls(study / f"refused-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
-        run._begin(text, 1)
+        run._begin(text, command, 1)
         run.write_status("failed", reason)
         return run
 
-    def _begin(self, config_text: str, attempt: int, resumable: bool = False) -> None:
+    def _begin(self, config_text: str, command: str, attempt: int, resumable: bool = False) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
         if not resumable:
             shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
@@ -146,7 +148,7 @@ class RunDir:
         for name in ("summary.json", "ds_config.json", "engine.json", "env.json"):
             (self.path / name).unlink(missing_ok=True)
         write_whole(self.path / "config.yaml", config_text)
-        write_whole(self.path / "command.txt", shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]) + "\n")
+        write_whole(self.path / "command.txt", command + "\n")
         goes_on = resumable and any(self.path.glob("checkpoints/samples-*"))
         wandb_attempt = (self.read_status() or {}).get("wandb_attempt", 1) if goes_on else attempt
         self.write_status(

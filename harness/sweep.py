@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from harness.compose import check_gpus, decide
+from harness.compose import check_gpus, decide, reproducing_command
 from harness.config import Config, ConfigError
 from harness.display import print_outcome
 from harness.environment import visible_gpus
@@ -49,10 +49,10 @@ def run_once(composed: DictConfig) -> bool:
     if HydraConfig.get().sweeper.get("params"):
         raise ConfigError("+exp: this one is a sweep (it sets hydra.sweeper.params); run it with -m")
     config = decide_here(composed, None)
-    run = RunDir.create(config)
+    run = RunDir.create(config, reproducing_command(config.launch.world_size or 1))
     launch(config, run, run.path.name)
     status = run.read_status() or {}
-    print_outcome(sys.stdout, str(run.path), status, run.read_summary())
+    print_outcome(sys.stdout, str(run.path.resolve()), status, run.read_summary())
     return status.get("status") == "completed"
 
 
@@ -91,11 +91,12 @@ class Sweep:
         kept = status is not None and status["status"] in KEPT[config.launch.rerun]
         if not kept:
             try:
-                run = RunDir.create(config)
+                run = RunDir.create(config, reproducing_command(config.launch.world_size or 1))
             except RunGoingOn as error:
                 self._say(f"{heading} left to another sweep: {error}")
                 return math.nan
-            launch(config, run, f"{heading} {run.path.name}", self._left(total))
+            self._say(f"{heading} {run.path.name}{self._left(total)}")
+            launch(config, run, f"{heading} {run.path.name}")
             self.took_s.append(time.monotonic() - started)
         return self._ended(run, heading, "kept, " if kept else "", config.objective)
 
@@ -115,7 +116,7 @@ class Sweep:
         self.outcomes.append("failed")
         self._say(f"{heading} failed  {reason}")
         try:
-            run = RunDir.refuse(composed, reason)
+            run = RunDir.refuse(composed, reproducing_command(composed.launch.world_size or 1), reason)
         except (OSError, ConfigError) as error:
             self._say(f"{heading} and could not be recorded: {error}")
         else:
@@ -126,7 +127,7 @@ class Sweep:
         """How long the points that are left will take, judged by those that ran."""
         if not self.took_s or not isinstance(total, int):
             return ""
-        return f"  about {sum(self.took_s) / len(self.took_s) * (total - self.done + 1):,.0f} s left"
+        return f"  (sweep: about {sum(self.took_s) / len(self.took_s) * (total - self.done + 1):,.0f} s left)"
 
     def finish(self) -> None:
         """Say how the points ended and write the report of every study they belong to."""

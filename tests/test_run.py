@@ -56,7 +56,8 @@ def test_the_run_directory_is_complete(run):
     environment = json.loads((run.path / "env.json").read_text())
     assert environment["versions"]["deepspeed"] and environment["hardware"]["cores"] >= 1
     assert len(environment["corpus_fingerprint"]) == 16
-    assert "+exp=zero2" in (run.path / "command.txt").read_text()
+    command = (run.path / "command.txt").read_text()
+    assert command.startswith("python harness/main.py +exp=zero2") and command.endswith("launch.world_size=2\n")
     assert {path.name for path in run.logs.iterdir()} == {"launcher.log", "rank0.log", "rank1.log"}
     status = run.read_status()
     assert status["status"] == "completed" and status["reason"] == "" and status["host"] and status["pid"] > 0
@@ -117,9 +118,9 @@ def test_wandb_holds_the_same(run):
 def test_run_again_after_completion_the_earlier_record_moves_aside(run, tmp_path):
     config = load((run.path / "config.yaml").read_text())
     config.runs_dir = str(tmp_path)
-    first = RunDir.create(config)
+    first = RunDir.create(config, "command")
     first.write_status("completed")
-    again = RunDir.create(config)
+    again = RunDir.create(config, "command")
     assert again.path == first.path and again.read_status()["status"] == "running"
     aside = RunDir(first.path.with_name(first.path.name + ".1"))
     assert aside.read_status()["status"] == "completed"
