@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 from harness.config import Config, ConfigError
 from harness.delayed import DelayedOptimizer
+from harness.measure.memory import local_part
 from harness.rundir import find_checkpoints, write_json
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ class Fragment:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This stretch of a tensor that has the owner's shape; it shares the tensor's memory."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return local.detach().view(-1)[self.offset : self.offset + self.length]
+        return local_part(tensor).detach().view(-1)[self.offset : self.offset + self.length]
 
 
 class Checkpoints:

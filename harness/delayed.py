@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.config import AsyncConfig, ConfigError
+from harness.measure.memory import local_part
 from harness.staleness import Arrival, Schedule, WeightUpdate, expected_pending_bytes, rate_factor
 
 DC_EPSILON = 1e-7  # under the root of DC-ASGD's mean square, as in Microsoft Multiverso
@@ -65,7 +66,7 @@ class Pending:
     def nbytes(self) -> int:
         """Of all buffers, spare ones too."""
         tensors = [*self.gradients.values(), *self.weights.values(), *self.spare, self.group, self.mean_square]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(local_part(tensor).nbytes for tensor in tensors if tensor is not None)
 
     def clear(self) -> None:
         self.gradients.clear()

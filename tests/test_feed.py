@@ -26,14 +26,15 @@ def build_ahead(feed: Feed) -> Feed:
     return feed
 
 
+@pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_feed_hands_out_the_updates_of_the_data_in_order(ahead):
+def test_a_feed_hands_out_the_updates_of_the_data_in_order(ahead, first):
     config = compose("data=synthetic", "data.ragged=true", "batch.micro_size=8", "train.steps=5")
     data = open_data(config, check_limits(config))
-    feed = Feed(config, OneRank(), data)
+    feed = Feed(config, OneRank(), data, first)
     if ahead:
         build_ahead(feed)
-    for step in range(total_steps(config)):
+    for step in range(first, total_steps(config)):
         targets, batches = data.update_batches(step, 32, 8, 0, 1)
         fed_targets, fed = feed.update(step)
         assert fed_targets.item() == targets
@@ -45,6 +46,6 @@ def test_a_feed_hands_out_the_updates_of_the_data_in_order(ahead):
 
 def test_an_error_in_building_ahead_reaches_training():
     config = compose("data=synthetic", "train.steps=2")
-    feed = Feed(config, OneRank(), Data(None, 0, 128))
+    feed = Feed(config, OneRank(), Data(None, 0, 128), 0)
     with pytest.raises(AttributeError):
         build_ahead(feed).update(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +14,13 @@ from harness.config import Config, grad_accum_steps
 from harness.engines.native import NativeEngine
 from harness.model import LossModel, build_model
 from harness.ranks import World
+
+# What torch calls the choice whether every forward pass broadcasts buffers.
+BUFFERS_IN_FORWARD = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else "broadcast_buffers"
+)
 
 
 class DDPEngine(NativeEngine):
@@ -30,7 +38,7 @@ class DDPEngine(NativeEngine):
         options: dict[str, Any] = {
             "bucket_cap_mb": config.engine.bucket_mb,  # null is torch's own default
             "gradient_as_bucket_view": True,
-            "broadcast_buffers": False,  # no module of ours changes its buffers
+            BUFFERS_IN_FORWARD: False,  # no module of ours changes its buffers
             "device_ids": [world.local_rank] if on_gpu else None,
         }
         wrapped = DistributedDataParallel(model, **options)

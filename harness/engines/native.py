@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from harness.checkpoint import Fragment
 from harness.config import Config
 from harness.engines import build_optimizer
-from harness.measure.memory import unique_bytes
+from harness.measure.memory import local_part, unique_bytes
 from harness.model import LossModel
 from harness.ranks import World
 
@@ -48,6 +48,7 @@ class NativeEngine:
         self._sharded = sharded
         self._clip_norm = config.optimizer.clip_norm
         self._updates = 0
+        self._first_moved: int | None = None  # the update in which the weights first moved
         self._held: dict[str, int] = {}
 
     @property
@@ -87,7 +88,7 @@ class NativeEngine:
 
     def _clip(self) -> torch.Tensor:
         """Scale all gradients down to the norm allowed; the global norm before."""
-        gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self.parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if self._sharded:
             norm = norm**2
@@ -109,16 +110,16 @@ class NativeEngine:
         return self._held
 
     def _before_inner_step(self, *_: Any) -> None:
-        if self._updates == 1 and not self._held:
+        if self._first_moved is None:
+            self._first_moved = self._updates
+        elif self._updates > self._first_moved and not self._held:
             states = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
             held: dict[str, list[Any]] = {
                 "param": self.parameters,
                 "grad": [p.grad for p in self.parameters],
                 "optimizer": states,
             }
-            self._held = {
-                kind: unique_bytes(local(t) for t in tensors if t is not None) for kind, tensors in held.items()
-            }
+            self._held = {kind: unique_bytes(t for t in tensors if t is not None) for kind, tensors in held.items()}
 
     @property
     def sharded(self) -> bool:
@@ -131,7 +132,7 @@ class NativeEngine:
             if isinstance(p, DTensor):
                 place: Any = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
                 start = place[1][0] * math.prod(p.shape[1:])
-            if length := local(p).numel():
+            if length := local_part(p).numel():
                 found.append(Fragment(name, start, length, p, 0))
         return found
 
@@ -146,11 +147,6 @@ class NativeEngine:
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         return {name: whole(p).float().cpu().clone() for name, p in self.loss_model.model.named_parameters()}
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, which shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
