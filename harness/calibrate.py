@@ -40,6 +40,9 @@ OUT = "--out="
 def main(arguments: list[str]) -> int:
     if set_rank_environment():
         be_rank(without_local_rank(arguments))
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
     try:
         world_size = asked_world_size(arguments)
         calibration = run_world(world_size)

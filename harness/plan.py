@@ -6,6 +6,7 @@ it sends, how long an update takes, and what is not known. Starts no rank and al
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -94,7 +95,8 @@ def unknowns(config: Config, machine: Machine) -> list[str]:
     elif machine.flops_per_second is not None:
         found.append(
             f"Computation is assumed to reach {config.plan.efficiency:.0%} of {machine.name}'s peak "
-            "(plan.efficiency); `python -m harness.calibrate` on such a machine measures it."
+            "(plan.efficiency), which a small model or batch does not; `python -m harness.calibrate` on such a machine "
+            "measures its products and collectives."
         )
     else:
         found.append(
@@ -155,4 +157,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with contextlib.suppress(BrokenPipeError):  # whoever reads has seen enough
+        sys.exit(main(sys.argv[1:]))

@@ -83,6 +83,6 @@ def test_ddp_sends_each_gradient_once_and_fsdp_gathers_in_every_micro_batch(micr
 
 
 def test_ring_factors():
-    sent = {"all_reduce": 800, "reduce_scatter": 800, "all_gather": 100}
-    assert ring_traffic_bytes(sent, 8) == 1400 + 700 + 700
+    sent = {"all_reduce": 800, "reduce_scatter": 800, "all_gather": 100, "reduce": 80, "all_to_all": 8}
+    assert ring_traffic_bytes(sent, 8) == 1400 + 700 + 700 + 70 + 7
     assert ring_traffic_bytes(sent, 1) == 0

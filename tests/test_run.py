@@ -98,6 +98,20 @@ def test_the_summary_follows_from_the_metrics(run):
     assert summary["optimizer_bytes"] == pytest.approx(3 * parameters / 2, rel=1e-2)
 
 
+def test_the_summary_says_what_was_predicted_and_by_how_much_it_was_missed(run):
+    summary = run.read_summary()
+    predicted, residual = summary["predicted"], summary["residual"]
+    for key in ("param_bytes", "grad_bytes", "optimizer_bytes", "comm_traffic_bytes"):
+        assert summary[key] == pytest.approx(predicted[key], rel=1e-2), key
+        assert residual[key] == pytest.approx(summary[key] / predicted[key] - 1)
+    assert predicted["comm_bytes_per_step"] == pytest.approx(summary["comm_bytes_per_step"], rel=1e-2)
+    assert predicted["comm_calls_per_step"] == summary["comm_calls_per_step"]
+    assert set(residual["comm_bytes_per_step"]) == {"all_reduce", "all_gather"}
+    assert predicted["peak_memory_bytes"] is predicted["mfu"] is summary["mfu"] is summary["hfu"] is None
+    flops = 6 * (summary["n_params"] - 512 * 128) + 12 * 4 * 128 * 64 / 2  # of all products, and causal attention
+    assert summary["tflops_per_rank"] == pytest.approx(flops * summary["tokens_per_s"] / 2e12, rel=2e-2)
+
+
 def test_wandb_holds_the_same(run):
     history, summary, record, exit_code = read_wandb(run)
     rows = run.read_metrics()
