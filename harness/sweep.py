@@ -154,9 +154,10 @@ def count_points(arguments: list[str]) -> int | None:
     if "n_trials" in sweeper:
         return sweeper.n_trials
     choices = [argument for argument in arguments if not argument.startswith("-") and "=" in argument]
-    choices += [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    by_key = {each.get_key_element(): each for each in OverridesParser.create().parse_overrides([*params, *choices])}
     points = 1
-    for override in OverridesParser.create().parse_overrides(choices):
+    for override in by_key.values():  # the command line's choice replaces an exp's
         if override.is_sweep_override():
             if not (override.is_choice_sweep() or override.is_range_sweep()):
                 return None  # a glob, or what an adaptive sweeper draws from

@@ -26,6 +26,7 @@ LLAMA = [
     "model=llama_tiny", "model.config.hidden_size=48", "model.config.num_hidden_layers=3",
     "model.config.intermediate_size=100", *ODD[1:],
 ]  # fmt: skip
+EVEN = [ODD[0].replace("257", "256").replace("33", "64").replace("36", "48"), *ODD[1:]]
 STAGES = ["zero=stage0", "zero=stage1", "zero=stage2", "zero=stage3"]
 OFFLOADED = [
     "zero=stage2 zero.offload_optimizer=true",
@@ -53,7 +54,8 @@ SPLIT = [
 ]
 CASES = {
     1: [(ODD, case) for case in EVERYWHERE],
-    2: [(ODD, case) for case in EVERYWHERE + SPLIT] + [(LLAMA, "zero=stage3"), (LLAMA, "zero=stage1")],
+    2: [(ODD, case) for case in EVERYWHERE + SPLIT]
+    + [(LLAMA, "zero=stage3"), (LLAMA, "zero=stage1"), (EVEN, "zero=stage3 batch.micro_size=2")],
     4: [(ODD, case) for case in EVERYWHERE] + [(LLAMA, "zero=stage3 batch.micro_size=1")],
 }
 

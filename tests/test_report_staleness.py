@@ -121,6 +121,12 @@ def test_a_study_of_sync_has_none_of_these_pictures(tmp_path):
     assert "staleness" not in point_rows(comparison)[0]
 
 
+def test_the_table_of_a_study_with_async_shows_the_clock_of_sync_too(study):
+    rows = {row["series"]: row for row in point_rows(study)}
+    assert float(rows["sync, 8 workers, lognormal clock"]["simulated time (s)"]) > 0
+    assert rows["async, 8 workers, lognormal clock"]["staleness"] == "6.813"
+
+
 def test_a_damaged_histogram_is_refused(study):
     run = next(run for run in study.runs if run.status == "completed")
     for histogram in ({"one": 1}, {"1": "many"}, {"-1": 2}, [1]):

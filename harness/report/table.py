@@ -102,6 +102,7 @@ def to_csv(rows: list[Row]) -> str:
 def point_rows(comparison: Comparison) -> list[dict[str, str]]:
     """One row per point, as text with units: medians over seeds, in brackets the smallest and largest."""
     rows = []
+    asynchronous = any(run.config.get("parallel.kind") == "async" for run in comparison.runs)
     for series in comparison.by_ranks():
         efficiencies = efficiency(series)
         rates = measured_rates(series)
@@ -123,8 +124,8 @@ def point_rows(comparison: Comparison) -> list[dict[str, str]]:
                     "step p90 (ms)": spread_text(point, "step_time_s_p90", 1000),
                     "MFU (%)": spread_text(point, "mfu", 100),
                     "peak memory (MiB/rank)": spread_text(point, "peak_memory_bytes", 2**-20),
-                    "staleness": spread_text(point, "staleness_mean") if asynchronous(point) else "",
-                    "simulated time (s)": spread_text(point, "sim_time_s") if asynchronous(point) else "",
+                    "staleness": spread_text(point, "staleness_mean") if asynchronous else "",
+                    "simulated time (s)": spread_text(point, "sim_time_s") if asynchronous else "",
                     "final loss": spread_text(point, "final_loss"),
                     "eval loss": spread_text(point, "eval_loss"),
                     "speed-up": f"{speed_up(rates[ranks].median, base):.2f}" if ranks and kept else "",
@@ -133,10 +134,6 @@ def point_rows(comparison: Comparison) -> list[dict[str, str]]:
             )
     empty = [key for key in rows[0] if all(not row[key] for row in rows)]
     return [{key: value for key, value in row.items() if key not in empty} for row in rows]
-
-
-def asynchronous(point: Point) -> bool:
-    return any(run.config.get("parallel.kind") == "async" for run in point.runs)
 
 
 def spread_text(point: Point, key: str, factor: float = 1.0) -> str:
