@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from harness.config import (
@@ -20,6 +23,7 @@ from harness.config import (
     ConfigError,
     LaunchConfig,
     LRConfig,
+    PlanConfig,
     TrainConfig,
     WandbConfig,
     register_schemas,
@@ -29,6 +33,8 @@ from harness.config import (
 from harness.data import open_data
 from harness.ds_config import check_passthrough
 from harness.hf_config import check_limits
+from harness.kernels import check_kernels
+from harness.rundir import RunDir, find_resume
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -94,7 +100,7 @@ def known_keys() -> list[str]:
         "lr": [LRConfig],
         "train": [TrainConfig],
     }
-    schemas |= {"launch": [LaunchConfig], "wandb": [WandbConfig]}
+    schemas |= {"launch": [LaunchConfig], "plan": [PlanConfig], "wandb": [WandbConfig]}
     for group, kinds in schemas.items():
         keys += [f"{group}.{field.name}" for kind in kinds for field in fields(kind)]
     return keys
@@ -106,9 +112,16 @@ def decide(composed: DictConfig, world_size: int, gpus: int) -> Config:
     Raises:
         ConfigError: in one line.
     """
-    config = resolve(to_config(composed), world_size, on_gpu=gpus > 0)
-    check_passthrough(config)
-    open_data(config, check_limits(config))
+    try:
+        config = resolve(to_config(composed), world_size, on_gpu=gpus > 0)
+        check_passthrough(config)
+        check_kernels(config.model)
+        open_data(config, check_limits(config))
+        find_resume(config, RunDir.of(config))
+    except (OSError, RuntimeError, ValueError, TypeError, OverflowError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
     return config
 
 
@@ -116,3 +129,21 @@ def check_gpus(ranks: int, gpus: int) -> None:
     """Refuse more ranks on this machine than it has GPUs, where it has any."""
     if 0 < gpus < ranks:
         raise ConfigError(f"launch.world_size={ranks}: this machine shows {gpus} GPUs; start at most one rank per GPU")
+
+
+def reproducing_command(world_size: int) -> str:
+    """A command that runs the config Hydra has just composed, on its own, in a world of this size."""
+    overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith("launch.world_size=")]
+    return shlex.join(["python", "harness/main.py", *overrides, f"launch.world_size={world_size}"])
+
+
+def refuse_multirun() -> None:
+    """Hydra knows more ways to ask for a sweep than the one the harness knows.
+
+    Raises:
+        ConfigError: in a multirun, or for an exp that is one, that was not asked for with ``-m``.
+    """
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ConfigError("hydra.mode=MULTIRUN: ask for a sweep with -m")
+    if HydraConfig.get().sweeper.get("params"):
+        raise ConfigError("+exp: this one is a sweep (it sets hydra.sweeper.params); run it with -m")

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.clock import LAWS, STRAGGLER_SHARE, read_trace
 
+LARGEST = 2**63  # of any number in a config
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 OBJECTIVES = (
     "final_loss", "eval_loss", "tokens_per_s", "tokens_per_s_per_rank", "samples_per_s", "step_time_s_median",
@@ -34,8 +35,9 @@ def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def check_at_least(key: str, value: float | None, limit: float) -> None:
-    if value is not None and not (math.isfinite(value) and value >= limit):
-        raise ConfigError(f"{key}={value}: must be a finite number of at least {limit}")
+    finite = isinstance(value, int) or value is None or math.isfinite(value)
+    if value is not None and not (finite and limit <= value < LARGEST):
+        raise ConfigError(f"{key}={str(value)[:40]}: must be a finite number of at least {limit}")
 
 
 def check_study(name: str) -> str:
@@ -52,6 +54,8 @@ class ModelConfig:
     path: str | None = None  # hub name or folder; the weights are pretrained
     dropout: float = 0.0  # every dropout probability of the model
     attention: str = "sdpa"  # attn_implementation of transformers
+    compile: bool = False  # torch.compile of every transformer block
+    kernels: str = "none"  # `liger`: fused kernels for the loss, norms, rotary embedding and activation; GPU only
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -60,6 +64,7 @@ class ModelConfig:
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.dropout={self.dropout}: must be in [0, 1)")
         check_choice("model.attention", self.attention, ("sdpa", "eager", "flash_attention_2", "flex_attention"))
+        check_choice("model.kernels", self.kernels, ("none", "liger"))
 
 
 @dataclass
@@ -111,11 +116,20 @@ class EngineConfig:
     kind: str = MISSING
     bucket_mb: float | None = None  # gradient bucket in MiB; null: fitted to the model
     overlap: bool = True  # communicate gradients while the backward pass goes on
+    reshard: bool = True  # fsdp: free a block's gathered parameters after its forward pass
 
     def __post_init__(self) -> None:
-        check_choice("engine.kind", self.kind, ("deepspeed",))
+        check_choice("engine.kind", self.kind, ("deepspeed", "ddp", "fsdp"))
         if self.bucket_mb is not None and not (math.isfinite(self.bucket_mb) and self.bucket_mb > 0):
             raise ConfigError(f"engine.bucket_mb={self.bucket_mb}: must be a finite number above 0")
+        if self.kind == "fsdp" and self.bucket_mb is not None:
+            raise ConfigError(
+                f"engine.bucket_mb={self.bucket_mb}: engine=fsdp exchanges gradients block by block; drop it"
+            )
+        if self.kind == "fsdp" and not self.overlap:
+            raise ConfigError("engine.overlap=false: engine=fsdp always overlaps; drop it or use engine=ddp")
+        if self.kind != "fsdp" and not self.reshard:
+            raise ConfigError(f"engine.reshard=false: engine={self.kind} has no such choice; use engine=fsdp")
 
 
 @dataclass
@@ -131,6 +145,7 @@ class ZeroConfig:
     allgather_bucket_size: int | None = None
     prefetch_bucket_size: int | None = None
     param_persistence_threshold: int | None = None  # stage 3 keeps smaller parameters on every rank
+    whole_blocks: bool | None = None  # stage 3: gather a transformer block as one; null: with model.compile
     max_live_parameters: int | None = None
     max_reuse_distance: int | None = None
     sub_group_size: int = 1_000_000_000
@@ -142,6 +157,8 @@ class ZeroConfig:
             check_at_least(f"zero.{key}", getattr(self, key), 1)
         for key in ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance"):
             check_at_least(f"zero.{key}", getattr(self, key), 0)
+        if self.whole_blocks and self.stage != 3:
+            raise ConfigError(f"zero.whole_blocks=true: needs zero.stage=3, not {self.stage}")
         if self.offload_optimizer and self.stage < 2:
             raise ConfigError(f"zero.offload_optimizer=true: needs zero.stage of 2 or 3, not {self.stage}")
         if self.offload_params and self.stage != 3:
@@ -319,10 +336,13 @@ class TrainConfig:
     samples: int = 4800
     steps: int | None = None
     eval_every: int | None = None
+    checkpoint_every: int | None = None
+    keep: int = 2
+    resume: str = "auto"
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        for key in ("samples", "steps", "eval_every", "log_every"):
+        for key in ("samples", "steps", "eval_every", "checkpoint_every", "keep", "log_every"):
             check_at_least(f"train.{key}", getattr(self, key), 1)
 
 
@@ -340,6 +360,27 @@ class LaunchConfig:
 
 
 @dataclass
+class PlanConfig:
+    """What `python -m harness.plan` is asked; no run reads it."""
+
+    device: str | None = None  # a name of harness.measure.devices; null: this machine
+    tokens: float | None = None  # to train on, all ranks; null: 20 per parameter
+    world_sizes: list[int] = field(default_factory=lambda: [1, 8, 64, 4096])
+    efficiency: float = 0.5  # share of the device's peak that computation reaches, where nothing was measured
+    bandwidth: float | None = None  # bytes/s of a collective's bus, where nothing was measured
+
+    def __post_init__(self) -> None:
+        check_at_least("plan.tokens", self.tokens, 1)
+        check_at_least("plan.bandwidth", self.bandwidth, 1)
+        if not self.world_sizes:
+            raise ConfigError("plan.world_sizes=[]: name at least one")
+        for size in self.world_sizes:
+            check_at_least("plan.world_sizes", size, 1)
+        if not 0 < self.efficiency <= 1:
+            raise ConfigError(f"plan.efficiency={self.efficiency}: must be above 0 and at most 1")
+
+
+@dataclass
 class WandbConfig:
     mode: str = "auto"
     project: str = "harness"
@@ -348,6 +389,11 @@ class WandbConfig:
 
     def __post_init__(self) -> None:
         check_choice("wandb.mode", self.mode, ("auto", "online", "offline", "disabled"))
+        if not self.project or set(self.project) & set("/\\#?%:"):
+            raise ConfigError(f"wandb.project={self.project}: must be a name without any of / \\ # ? % :")
+        for tag in self.tags:
+            if not 1 <= len(tag) <= 64:
+                raise ConfigError(f"wandb.tags={self.tags}: a tag must have 1 to 64 characters")
 
 
 @dataclass
@@ -363,6 +409,7 @@ class Config:
     lr: LRConfig = field(default_factory=LRConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     study: str = "default"
@@ -460,11 +507,11 @@ def resolve(config: Config, world_size: int, on_gpu: bool) -> Config:
     Raises:
         ConfigError: for combinations that cannot run, naming both values.
     """
-    precision = config.precision
-    if precision == "auto":
-        precision = "bf16" if on_gpu else "fp32"
-    if precision == "fp16" and not on_gpu:
-        raise ConfigError("precision=fp16: needs a GPU; on CPU use precision=fp32 or bf16")
+    precision = resolve_precision(config.precision, on_gpu)
+    if config.model.kernels == "liger" and not on_gpu:
+        raise ConfigError("model.kernels=liger: its kernels need a GPU; use model.kernels=none")
+    if config.engine.kind != "deepspeed":
+        check_native_engine(config)
     asked = config.launch.world_size
     if asked is not None and asked != world_size:
         raise ConfigError(
@@ -491,6 +538,32 @@ def resolve(config: Config, world_size: int, on_gpu: bool) -> Config:
     )
 
 
+def check_native_engine(config: Config) -> None:
+    """Refuse what only DeepSpeed does, where PyTorch's own engines would ignore it."""
+    engine = config.engine.kind
+    remedy = f"only engine=deepspeed does, not engine={engine}; drop the key or use engine=deepspeed"
+    for key in fields(ZeroConfig):
+        value = getattr(config.zero, key.name)
+        if value != (0 if key.name == "stage" else key.default):
+            raise ConfigError(f"zero.{key.name}={value}: {remedy}")
+    if config.deepspeed:
+        key_name, value = next(iter(config.deepspeed.items()))
+        raise ConfigError(f"deepspeed.{key_name}={value}: {remedy}")
+    if config.precision == "fp16":
+        raise ConfigError(f"precision=fp16: engine={engine} does not scale losses; use bf16, fp32 or engine=deepspeed")
+
+
+def resolve_precision(precision: str, on_gpu: bool) -> str:
+    """What ``precision=auto`` means here.
+
+    Raises:
+        ConfigError: fp16 on a CPU.
+    """
+    if precision == "fp16" and not on_gpu:
+        raise ConfigError("precision=fp16: needs a GPU; on CPU use precision=fp32 or bf16")
+    return ("bf16" if on_gpu else "fp32") if precision == "auto" else precision
+
+
 def resolve_batch(batch: BatchConfig, world_size: int) -> BatchConfig:
     """All three sizes of a batch; global = micro x accumulation x ranks holds exactly.
 
@@ -514,9 +587,14 @@ def resolve_batch(batch: BatchConfig, world_size: int) -> BatchConfig:
     per_rank = size // world_size if batch.kind == "strong" else size
     micro = batch.micro_size or per_rank
     if per_rank % micro:
-        divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+        divisors = {
+            d
+            for small in range(1, math.isqrt(per_rank) + 1)
+            if per_rank % small == 0
+            for d in (small, per_rank // small)
+        }
         below = max(d for d in divisors if d < micro or d == 1)
-        above = next((d for d in divisors if d > micro), per_rank)
+        above = min((d for d in divisors if d > micro), default=per_rank)
         raise ConfigError(
             f"batch.micro_size={micro}: does not divide the {per_rank} sequences of a rank "
             f"(batch.{wanted}={size}, {world_size} ranks); nearest valid: {' or '.join(map(str, sorted({below, above})))}"

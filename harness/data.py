@@ -24,6 +24,7 @@ import numpy as np
 from filelock import FileLock
 
 from harness.config import Config, ConfigError, DataConfig
+from harness.environment import cache_folder
 
 if TYPE_CHECKING:
     import torch
@@ -232,9 +233,7 @@ def open_tokens(data: DataConfig) -> tuple[np.ndarray, np.ndarray, str]:
 
 
 def cache_dir(data: DataConfig) -> Path:
-    if data.cache_dir:
-        return Path(data.cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "harness"
+    return Path(data.cache_dir).expanduser() if data.cache_dir else cache_folder()
 
 
 def build_tokens(source: Iterator[str | bytes], data: DataConfig, folder: Path) -> None:
@@ -245,7 +244,11 @@ def build_tokens(source: Iterator[str | bytes], data: DataConfig, folder: Path) 
     work = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         with open(work / "raw", "wb") as raw:
-            for document in source:
+            for number, document in enumerate(source):
+                if not isinstance(document, (str, bytes)):
+                    raise ConfigError(
+                        f"data.column={data.column}: row {number} holds {type(document).__name__}, not text"
+                    )
                 tokens: np.ndarray = np.append(encode(document), end).astype(dtype)
                 raw.write(tokens.tobytes())
                 digest.update(tokens.tobytes())

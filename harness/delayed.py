@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.config import AsyncConfig, ConfigError
+from harness.measure.memory import local_part
 from harness.staleness import Arrival, Schedule, WeightUpdate, expected_pending_bytes, rate_factor
 
 DC_EPSILON = 1e-7  # under the root of DC-ASGD's mean square, as in Microsoft Multiverso
@@ -65,7 +66,7 @@ class Pending:
     def nbytes(self) -> int:
         """Of all buffers, spare ones too."""
         tensors = [*self.gradients.values(), *self.weights.values(), *self.spare, self.group, self.mean_square]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(local_part(tensor).nbytes for tensor in tensors if tensor is not None)
 
     def clear(self) -> None:
         self.gradients.clear()
@@ -253,6 +254,30 @@ class DelayedOptimizer(torch.optim.Optimizer):
     def most_pending_bytes(self) -> int:
         """The most of :attr:`pending_gradient_bytes` there ever was, also after the pending gradients were drained."""
         return max(self._drained_bytes, self.pending_gradient_bytes)
+
+    def pending_tensors(self, p: Tensor) -> dict[str, Tensor]:
+        """Everything held for one tensor, by kind: ``gradients/K``, ``weights/K``, ``group``, ``mean_square``."""
+        held = self._pending.get(p)
+        if held is None:
+            return {}
+        if held.device.type == "cpu" and p.is_cuda:
+            torch.cuda.synchronize()  # copies to the host may be under way
+        kept = {f"gradients/{k}": g for k, g in held.gradients.items() if g is not None}
+        kept |= {f"weights/{k}": w for k, w in held.weights.items()}
+        return kept | {k: t for k in ("group", "mean_square") if (t := getattr(held, k)) is not None}
+
+    def pending_tensor(self, p: Tensor, kind: str) -> Tensor:
+        """The tensor of a kind of :meth:`pending_tensors`, made if there is none; to be filled from a checkpoint."""
+        held = self._held(p)
+        place, _, index = kind.partition("/")
+        if index:
+            tensors = getattr(held, place)
+            if int(index) not in tensors:
+                tensors[int(index)] = held.keep(torch.zeros_like(p, requires_grad=False))
+            return tensors[int(index)]
+        if getattr(held, place) is None:
+            setattr(held, place, torch.zeros_like(p, requires_grad=False))
+        return getattr(held, place)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The inner optimizer's, and under ``delayed`` the schedule and what is pending, by parameter index."""

@@ -16,7 +16,8 @@ RANK_VARIABLES = (
     "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "WANDB_RUN_ID",
 )  # fmt: skip
 LAUNCHERS = ("deepspeed.launcher.launch", "torchrun", "torch.distributed.run", "torch/distributed/run")
-WATCH_PARENT = "HARNESS_PARENT_PID"  # set by the parent of a world that it started itself
+RUNNERS = ("bin/deepspeed", "deepspeed.launcher.runner", "bin/ds ")
+WATCH_PARENT = "HARNESS_PARENT"  # PID@START of the parent of a world that it started itself
 
 
 def set_rank_environment() -> bool:
@@ -51,6 +52,11 @@ def ranks_on_host() -> int:
         if key in os.environ:
             return int(os.environ[key])
     return int(os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ["WORLD_SIZE"]).split("(")[0].split(",")[0])
+
+
+def cache_folder() -> Path:
+    """What this program keeps on a machine from one run to the next."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "harness"
 
 
 def visible_gpus() -> int:
@@ -104,18 +110,42 @@ def cgroup_free_bytes() -> int | None:
     return None
 
 
-def launchers() -> list[psutil.Process]:
-    """The launcher processes above this rank whose end means that nobody waits for it any more."""
-    found = []
-    own = psutil.Process()
-    parent = own.parent()
-    if parent is not None and any(name in " ".join(parent.cmdline()) for name in LAUNCHERS):
+def launchers() -> list[psutil.Process | None]:
+    """The launcher processes above this rank whose end means that nobody waits for it any more.
+
+    To be asked first of all, since a launcher that ends later can no longer be found. None stands for one that is
+    already gone.
+    """
+    found: list[psutil.Process | None] = []
+    parent = psutil.Process().parent()
+    if parent is not None and any(name in command_line(parent) for name in LAUNCHERS):
         found.append(parent)
         above = parent.parent()
-        started_by = os.environ.get(WATCH_PARENT)
-        if above is not None and (str(above.pid) == started_by or "deepspeed" in " ".join(above.cmdline()[:3])):
-            found.append(above)
+        if "deepspeed.launcher.launch" in command_line(parent) and WATCH_PARENT not in os.environ:
+            if above is not None and any(name in command_line(above) for name in RUNNERS):
+                found.append(above)
+            elif above is None or above.pid == 1:
+                found.append(None)
+    if WATCH_PARENT in os.environ:
+        pid, started = os.environ[WATCH_PARENT].split("@")
+        found.append(process_of(int(pid), float(started)))
     return found
+
+
+def command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def process_of(pid: int, started: float) -> psutil.Process | None:
+    """The process with this pid if it is the one that started then."""
+    try:
+        process = psutil.Process(pid)
+        return process if abs(process.create_time() - started) < 1 else None
+    except psutil.NoSuchProcess:
+        return None
 
 
 def alive(process: psutil.Process | None) -> bool:

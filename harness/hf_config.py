@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import Config, ConfigError, ModelConfig
+from harness.shape import ModelShape, read_shape
 
 
 def hf_config(model: ModelConfig) -> Any:
@@ -55,6 +56,23 @@ def check_limits(config: Config) -> int:
     if not isinstance(limits.get("vocab_size"), int):
         raise ConfigError(f"model={config.model.name}: its config names no vocab_size; is it a causal language model?")
     return limits["vocab_size"]
+
+
+def model_shape(model: ModelConfig) -> ModelShape:
+    """The sizes of a model, from its config as written where that says enough, else from transformers.
+
+    Raises:
+        ConfigError: when it cannot be configured, or is a kind of model that the formulas do not cover.
+    """
+    written = known_limits(model)
+    try:
+        return read_shape(written, written.get("model_type") or model.family)
+    except ValueError:
+        settings = hf_config(model).to_dict()
+    try:
+        return read_shape(settings, settings.get("model_type"))
+    except ValueError as error:
+        raise ConfigError(f"model={model.name}: {error}") from error
 
 
 def known_limits(model: ModelConfig) -> dict[str, Any]:

@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from harness.config import Config, total_steps
 from harness.display import Display
-from harness.environment import RANK_VARIABLES, alive, launchers, oom_kills
+from harness.environment import RANK_VARIABLES, WATCH_PARENT, alive, launchers, oom_kills
 from harness.rundir import VANISHED, RunDir, Status
 
 MAIN = Path(__file__).resolve().parent / "main.py"
@@ -29,36 +31,38 @@ class Stopped(BaseException):
     """This process was told to stop, or nobody waits for it any more."""
 
 
-def launch(config: Config, run: RunDir, title: str, note: str = "") -> None:
+def launch(config: Config, run: RunDir, title: str) -> None:
     """Start a world on a run's directory and wait for its end, which ``status.json`` tells afterwards.
 
     Args:
-        title, note: shown with the progress.
+        title: shown with the progress.
 
     Raises:
         Stopped: when this process was told to stop; the world has ended and its run is recorded.
     """
     assert config.launch.world_size is not None
-    display = Display(sys.stderr, total_steps(config), title, note)
+    display = Display(sys.stderr, total_steps(config), title)
     kills_before = oom_kills()
+    world: subprocess.Popen[bytes] | None = None
+    ended: tuple[Status, str] | None = None
     with stop_signals():
-        log = open(run.logs / "launcher.log", "ab")  # noqa: SIM115
-        world = subprocess.Popen(
-            world_command(config.launch.world_size, run.path.resolve()),
-            env=world_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-        log.close()
-        ended: tuple[Status, str] | None = None
         try:
+            with open(run.logs / "launcher.log", "ab") as log:
+                world = subprocess.Popen(
+                    world_command(config.launch.world_size, run.path.resolve()),
+                    env=world_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                )  # fmt: skip
             ended = wait(world, run, display, config.launch.timeout_s)
             wait_for_group(world.pid)
         except Stopped as stop:
-            end_world(world)
+            if world is not None:
+                end_world(world)
             ended = ("killed", str(stop))
             raise
         finally:
             display.close()
-            kill_group(world.pid)
+            if world is not None:
+                kill_group(world.pid)
             record_end(run, ended, kills_before)
 
 
@@ -66,16 +70,14 @@ def wait(
     world: subprocess.Popen[bytes], run: RunDir, display: Display, timeout_s: float | None
 ) -> tuple[Status, str] | None:
     """Show progress until the world ends; what this process had to do about it, if anything."""
-    started, seen = time.monotonic(), 0
-    above = launchers()
+    started, tail, above = time.monotonic(), MetricsTail(run), launchers()
     while world.poll() is None:
         time.sleep(POLL_S)
         if not all(alive(process) for process in above):
             raise Stopped("its launcher vanished")
-        rows = new_rows(run, seen)
-        if rows:
-            seen += len(rows)
-            display.update(rows[-1])
+        row = tail.newest()
+        if row is not None:
+            display.update(row)
         # The ranks end themselves at timeout_s; this is for ranks that cannot.
         if timeout_s is not None and time.monotonic() - started > timeout_s + GRACE_S:
             end_world(world)
@@ -83,16 +85,29 @@ def wait(
     return None
 
 
-def new_rows(run: RunDir, seen: int) -> list[dict[str, Any]]:
-    with contextlib.suppress(ValueError):  # a row being written
-        return run.read_metrics()[seen:]
-    return []
+class MetricsTail:
+    """Follows the end of a growing metrics.jsonl."""
+
+    def __init__(self, run: RunDir):
+        self.path = run.path / "metrics.jsonl"
+        self.offset = 0
+
+    def newest(self) -> dict[str, Any] | None:
+        """The last whole row written since the last call."""
+        with contextlib.suppress(OSError, ValueError), open(self.path, "rb") as file:
+            file.seek(self.offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+            if newline:
+                self.offset += len(whole) + 1
+                return json.loads(whole.splitlines()[-1])
+        return None
 
 
 def record_end(run: RunDir, ended: tuple[Status, str] | None, kills_before: int) -> None:
     """Write the status of a world that could not write its own."""
     status = run.read_status() or {}
-    if status.get("status") != "running" and status.get("reason") != VANISHED:
+    stopped = ended is not None and ended[0] == "killed" and "died without a word" in status.get("reason", "")
+    if status.get("status") != "running" and status.get("reason") != VANISHED and not stopped:
         return  # rank 0 wrote it
     if ended is not None:
         run.write_status(*ended)
@@ -113,19 +128,29 @@ def last_line(run: RunDir) -> str:
 
 
 def world_command(world_size: int, run_dir: Path) -> list[str]:
-    """DeepSpeed's launcher for ranks on this machine; without its runner, which would import DeepSpeed once more."""
+    """What starts the ranks of a run."""
+    return launcher_command(world_size, str(MAIN), f"--run-dir={run_dir}")
+
+
+def launcher_command(world_size: int, *program: str) -> list[str]:
+    """DeepSpeed's launcher for ranks on this machine; without its runner, which would import DeepSpeed once more.
+
+    Args:
+        program: a script or ``--module`` and a module's name, with its arguments.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [d.strip() for d in visible.split(",")][:world_size] if visible else list(range(world_size))
     info = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
     return [
         sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={info}", "--master_addr=127.0.0.1",
-        f"--master_port={free_port()}", str(MAIN), f"--run-dir={run_dir}",
+        f"--master_port={free_port()}", *program,
     ]  # fmt: skip
 
 
 def world_environment() -> dict[str, str]:
     environment = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
-    environment["HARNESS_PARENT_PID"] = str(os.getpid())
+    own = psutil.Process()
+    environment[WATCH_PARENT] = f"{own.pid}@{own.create_time()}"
     return environment
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,9 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__" and sys.path and Path(sys.path[0]).resolve() == ROOT / "harness":
     sys.path[0] = str(ROOT)  # no module of this folder may shadow a library
 
-from harness.environment import ranks_on_host, set_rank_environment, visible_gpus, without_local_rank  # noqa: E402
+from harness.environment import (  # noqa: E402
+    launchers,
+    ranks_on_host,
+    set_rank_environment,
+    visible_gpus,
+    without_local_rank,
+)
 
 if TYPE_CHECKING:
+    import psutil
     from omegaconf import DictConfig
 
     from harness.ranks import World
@@ -45,32 +53,37 @@ def run_parent(arguments: list[str], default_world_size: int | None = None) -> N
     """
     from harness.compose import run_hydra
     from harness.config import ConfigError
-    from harness.launch import Stopped
+    from harness.launch import Stopped, stop_signals
     from harness.sweep import Sweep, is_multirun, run_once
 
     sweep = Sweep(arguments, default_world_size) if is_multirun(arguments) else None
     completed: list[bool] = []
     try:
-        run_hydra(arguments, sweep or (lambda composed: completed.append(run_once(composed))))
+        with stop_signals():
+            run_hydra(arguments, sweep or (lambda composed: completed.append(run_once(composed))))
+            if sweep is not None and sweep.done:
+                sweep.finish()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Stopped as stop:
-        print(f"stopped: {stop}; the same command goes on from here", file=sys.stderr)
+        kept = (
+            "with the points that are left" if sweep else "from its newest checkpoint, if train.checkpoint_every is set"
+        )
+        print(f"stopped: {stop}; the same command goes on {kept}", file=sys.stderr)
         sys.exit(1)
-    if sweep is not None and sweep.done:
-        sweep.finish()
     sys.exit(0 if all(completed) else 1)
 
 
 def run_rank(arguments: list[str]) -> NoReturn:
     """Be one rank: get the config, composing it on rank 0, and train."""
+    above = launchers()
     from harness.screen import Screen
 
     screen = Screen()
     from harness.ranks import leave
 
-    world = join(screen)
+    world = join(screen, above)
     message = compose_and_publish(arguments, world, screen) if world.rank == 0 else world.receive()
     if "run_dir" not in message:
         if world.rank == 0:
@@ -78,15 +91,16 @@ def run_rank(arguments: list[str]) -> NoReturn:
         leave(message["exit"])
     from harness.train import run
 
-    run(message["config"], Path(message["run_dir"]), world, screen)
+    resume = Path(message["resume"]) if message["resume"] else None
+    run(message["config"], Path(message["run_dir"]), resume, world, screen)
 
 
-def join(screen: Screen) -> World:
+def join(screen: Screen, above: list[psutil.Process | None]) -> World:
     from harness.config import ConfigError
     from harness.ranks import World, leave
 
     try:
-        return World.join()
+        return World.join(above)
     except ConfigError as error:
         if os.environ["RANK"] == "0":
             print(f"error: {error}", file=screen.err)
@@ -95,23 +109,28 @@ def join(screen: Screen) -> World:
 
 def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> dict[str, Any]:
     """Rank 0: decide what the world does and tell the other ranks, whatever happens here."""
-    from harness.compose import check_gpus, decide, run_hydra
-    from harness.config import ConfigError, dump
-    from harness.rundir import RunDir
+    from harness.compose import check_gpus, decide, refuse_multirun, reproducing_command, run_hydra
+    from harness.config import Config, ConfigError, dump, load
+    from harness.rundir import RunDir, find_resume
 
     message: dict[str, Any] = {"exit": 0}
 
+    def lead(config: Config, run: RunDir) -> None:
+        resume = find_resume(config, run)
+        message.update(config=dump(config), run_dir=str(run.path.resolve()), resume=resume and str(resume))
+
     def task(composed: DictConfig) -> None:
+        refuse_multirun()
         gpus = visible_gpus()
         check_gpus(ranks_on_host(), gpus)
         config = decide(composed, world.size, gpus)
-        message.update(config=dump(config), run_dir=str(RunDir.create(config).path.resolve()))
+        lead(config, RunDir.create(config, reproducing_command(world.size)))
 
     try:
         with contextlib.redirect_stdout(screen.out), contextlib.redirect_stderr(screen.err):
             if arguments and arguments[0].startswith(RUN_DIR):
                 path = Path(arguments[0].removeprefix(RUN_DIR))
-                message.update(config=(path / "config.yaml").read_text(), run_dir=str(path))
+                lead(load((path / "config.yaml").read_text()), RunDir(path))
             else:
                 run_hydra(arguments, task)
     except ConfigError as error:
@@ -119,9 +138,10 @@ def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> d
         print(f"error: {error}", file=screen.err)
     except SystemExit as end:
         message = {"exit": 0 if not end.code else 1}
-    except BaseException:
+    except BaseException as error:
         message = {"exit": 1}
-        raise
+        print(f"error: {type(error).__name__}: {error}", file=screen.err)
+        traceback.print_exc()
     finally:
         world.publish(message)
     return message

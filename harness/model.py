@@ -8,6 +8,7 @@ holds the whole model; everywhere else the same units are simply kept.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 from harness.config import CheckpointingConfig, Config, ConfigError, ModelConfig
 from harness.hf_config import hf_config, local_or_name
+from harness.kernels import apply_kernels
 
 
 class LossModel(nn.Module):
@@ -28,6 +30,8 @@ class LossModel(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
+        fused_loss = "skip_logits" in inspect.signature(model.forward).parameters
+        self._options = {"skip_logits": True} if fused_loss else {}
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Summed token loss / ``targets``.
@@ -36,7 +40,9 @@ class LossModel(nn.Module):
             input_ids, labels: int64 (sequences, seq_len); labels are not shifted, ignored where negative.
             targets: predicted tokens of the global batch, a scalar tensor.
         """
-        return self.model(input_ids=input_ids, labels=labels, num_items_in_batch=targets, use_cache=False).loss
+        return self.model(
+            input_ids=input_ids, labels=labels, num_items_in_batch=targets, use_cache=False, **self._options
+        ).loss
 
 
 def set_dropout(settings: Any, probability: float) -> list[str]:
@@ -79,6 +85,7 @@ def meta_model(config: Config) -> Any:
         ) from error
     if not getattr(model, "accepts_loss_kwargs", True):
         raise ConfigError(f"model={config.model.name}: its loss cannot be normalised over a global batch")
+    apply_kernels(model, config.model)
     return model
 
 
@@ -108,19 +115,26 @@ def build_model(config: Config, dtype: torch.dtype, shard: Callable[[nn.Module],
             for parameter in unit.parameters():
                 if id(parameter) not in filled:
                     parameter.data = parameter.data.to(dtype)
-        filled.update(id(parameter) for parameter in unit.parameters())
         if shard is not None:
-            shard(unit)
+            shard(unit)  # may put other parameters in place of the unit's
+        filled.update(id(parameter) for parameter in unit.parameters())
     model.train()
     apply_checkpointing(model, config.checkpointing)
+    if config.model.compile:
+        compile_blocks(model)
     return LossModel(model)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The transformer blocks of a model, in order."""
+    return [module for module in model.modules() if is_block(module)]
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether a module is a transformer block."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return isinstance(module, GradientCheckpointingLayer)
 
 
 def units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -206,13 +220,22 @@ def lazy_tensors(settings: ModelConfig, model: Any) -> Callable[..., Any]:
         if files and all(rename(name) in files for name in wanted):
             return lambda name, *default: read_tensor(files, rename(name), *default)
     try:
-        full = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=settings.trust_remote_code, **settings.config
-        ).state_dict()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            trust_remote_code=settings.trust_remote_code,
+            output_loading_info=True,
+            **settings.config,
+        )
     except Exception as error:
         raise ConfigError(
             f"model.path={settings.path}: its weights cannot be loaded ({' '.join(str(error).split())[:200]})"
         ) from error
+    full_model, loading = loaded
+    absent = sorted({*loading["missing_keys"], *(key[0] for key in loading["mismatched_keys"])} & wanted)
+    if absent:
+        raise ConfigError(f"model.path={settings.path}: holds no weights for {absent[0]} and {len(absent) - 1} more")
+    full = full_model.state_dict()
     return lambda name, *default: full.get(name, *default) if default else full[name]
 
 
@@ -248,6 +271,14 @@ def apply_checkpointing(model: Any, checkpointing: CheckpointingConfig) -> None:
     if checkpointing.mode == "selective":
         for number, block in enumerate(blocks(model)):
             block.gradient_checkpointing = number % checkpointing.every == 0  # type: ignore[assignment]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile the forward pass of every block on its own: blocks of one kind share their compiled code, and what an
+    engine hooks onto a block stays outside."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks(model)))
+    for block in blocks(model):
+        block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
 
 
 def attention_of(block: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ watch thread does all of this.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -27,12 +28,17 @@ import torch
 import torch.distributed as dist
 
 from harness.config import ConfigError
-from harness.environment import alive, launchers, oom_kills, ranks_on_host
+from harness.environment import alive, oom_kills, process_of, ranks_on_host
 from harness.rundir import Status
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TICK_S = 0.5
+GRACE_S = 25.0  # from being told to stop to the end, checkpoint or not; launchers kill after 30
+
+
+class ToldToStop(Exception):
+    """The run was told to end and has written a checkpoint."""
 
 
 class Diverged(Exception):
@@ -47,7 +53,7 @@ class World:
     size: int
     local_rank: int
     store: dist.Store
-    launchers: list[psutil.Process]
+    launchers: Sequence[psutil.Process | None]
 
     @property
     def device(self) -> torch.device:
@@ -58,13 +64,15 @@ class World:
         return "nccl" if torch.cuda.is_available() else "gloo"
 
     @classmethod
-    def join(cls) -> World:
+    def join(cls, above: Sequence[psutil.Process | None] = ()) -> World:
         """Meet the other ranks at MASTER_ADDR:MASTER_PORT.
+
+        Args:
+            above: the launchers whose end is to end this rank.
 
         Raises:
             ConfigError: when the port is taken.
         """
-        above = launchers()
         rank, size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         try:
             store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=RENDEZVOUS_TIMEOUT))
@@ -84,6 +92,13 @@ class World:
 
     def receive(self) -> dict[str, Any]:
         """What rank 0 published; waits for it."""
+        while True:
+            try:
+                self.store.wait(["message"], timedelta(seconds=10))
+                break
+            except dist.DistStoreError:  # rank 0 is still at work, a large corpus can take long
+                if not all(alive(process) for process in self.launchers):
+                    leave(1)
         message = json.loads(self.store.get("message"))
         self.store.set(f"received/{self.rank}", "")
         return message
@@ -120,6 +135,8 @@ def describe(error: BaseException) -> tuple[Status, str]:
         return "failed", message
     if isinstance(error, Diverged):
         return "diverged", message
+    if isinstance(error, ToldToStop):
+        return "killed", message
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "CUDA out of memory" in message:
         return "oom", f"{type(error).__name__}: {message}"
     where = traceback.extract_tb(error.__traceback__)[-1:]
@@ -143,6 +160,9 @@ class Watch(threading.Thread):
         self.record = record
         self.deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.timeout_s = timeout_s
+        self.told: str | None = None  # why the run should stop at its next flush, with a checkpoint
+        self.can_stop_later = False
+        self._told_deadline = math.inf
         self.oom_kills = oom_kills()
         self.ending = threading.Lock()
         self._signals, write_end = os.pipe()
@@ -158,13 +178,21 @@ class Watch(threading.Thread):
             received = {signal.Signals(number) for number in os.read(self._signals, 64)} if readable else set()
             told = received & set(STOP_SIGNALS)
             if told:
-                self.end("killed", f"received {min(told).name}")
-            if any(not alive(process) for process in self.world.launchers):
-                self.end("killed", "its launcher vanished")
+                self._stop(f"received {min(told).name}")
+            elif self.told is None and not all(alive(process) for process in self.world.launchers):
+                self._stop("its launcher vanished")
+            if time.monotonic() > self._told_deadline:
+                self.end("killed", f"{self.told}; no checkpoint within {GRACE_S:g} s")
             if self.world.rank == 0 and self._notes():
                 self.end("failed", "another rank failed")
             if self.deadline is not None and time.monotonic() > self.deadline and self.world.rank == 0:
                 self.end("timeout", f"took longer than launch.timeout_s={self.timeout_s:g}")
+
+    def _stop(self, reason: str) -> None:
+        """End now, or once training has written a checkpoint if it can."""
+        if not self.can_stop_later or self.told is not None:
+            self.end("killed", reason)
+        self.told, self._told_deadline = reason, time.monotonic() + GRACE_S
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this rank with what it raised."""
@@ -177,14 +205,18 @@ class Watch(threading.Thread):
         if not self.ending.acquire(blocking=False):
             time.sleep(60)  # the other thread is leaving
             os._exit(1)
-        rank = self.world.rank
-        if rank != 0:
+        try:
+            self._record(status, reason)
+        finally:
+            leave(1)
+
+    def _record(self, status: Status, reason: str) -> None:
+        if self.world.rank != 0:
             self._leave_note(status, reason)
         elif self.record is not None:
-            if status not in ("timeout", "diverged"):
+            if status not in ("timeout", "diverged") and self.told is None:
                 status, reason = self._verdict(status, reason)
             self.record(status, reason)
-        leave(1)
 
     def _verdict(self, status: Status, reason: str) -> tuple[Status, str]:
         """What ended the world first: an error in one rank breaks the collectives of all others."""
@@ -202,6 +234,9 @@ class Watch(threading.Thread):
         first = min(failures, key=lambda note: note["time"], default=None)
         if first and (status == "killed" or first["time"] < noticed):
             return first["status"], f"rank {first['rank']}: {first['reason']}"
+        told = min(notes.values(), key=lambda note: note["time"], default=None)
+        if told and told["status"] == "killed" and told["time"] < noticed:  # what broke here is its echo
+            return "killed", told["reason"]
         return status, reason
 
     def _leave_note(self, status: Status, reason: str) -> None:
@@ -227,14 +262,6 @@ class Watch(threading.Thread):
                 if host == socket.gethostname() and not alive(process_of(pid, started)):
                     gone.append(rank)
         return gone
-
-
-def process_of(pid: int, started: float) -> psutil.Process | None:
-    try:
-        process = psutil.Process(pid)
-        return process if abs(process.create_time() - started) < 1 else None
-    except psutil.NoSuchProcess:
-        return None
 
 
 def leave(code: int) -> NoReturn:

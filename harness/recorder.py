@@ -13,18 +13,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from harness.config import Config, grad_accum_steps, total_steps
+from harness.config import Config, ConfigError, grad_accum_steps, total_steps
 from harness.engines import Engine
+from harness.hf_config import model_shape
 from harness.lr import scaled_rate
 from harness.measure.memory import peak_memory_bytes
 from harness.measure.steps import StepClock, rates
 from harness.measure.traffic import TrafficCounter, ring_traffic_bytes
-from harness.ranks import Diverged, World
+from harness.measure.utilisation import utilisation
+from harness.ranks import Diverged, Watch, World
 from harness.server import Server
+from harness.shape import ModelShape
 
 if TYPE_CHECKING:
+    from harness.checkpoint import Checkpoints
     from harness.train import Leader
 
+KEPT = ("step_times", "data_waits", "first_loss", "last_row", "eval_loss", "eval_time_s", "checkpoint_time_s")
 EXPLODED = 2.0  # a flush whose mean loss exceeds this multiple of the first loss has diverged
 
 
@@ -35,11 +40,13 @@ class Recorder:
         leader: rank 0's, which writes and shows rows; None elsewhere.
     """
 
-    def __init__(self, config: Config, world: World, leader: Leader | None):
+    def __init__(self, config: Config, world: World, leader: Leader | None, watch: Watch | None = None):
         assert config.batch.global_size is not None
         self.config = config
         self.world = world
         self.leader = leader
+        self.watch = watch
+        self.stop_requested = False  # the same on every rank
         self.clock = StepClock(world.device)
         self.batch_size = config.batch.global_size
         self.started = time.monotonic()
@@ -51,6 +58,24 @@ class Recorder:
         self.last_row: dict[str, Any] = {}
         self.eval_loss: float | None = None
         self.eval_time_s = 0.0
+        self.checkpoint_time_s = 0.0
+
+    def checkpoint(self, checkpoints: Checkpoints, step: int) -> None:
+        """Write a checkpoint after update ``step``, whose time counts in no update."""
+        started = time.monotonic()
+        checkpoints.save(step, self.state())
+        self.checkpoint_time_s += time.monotonic() - started
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs, after a flush; JSON."""
+        kept = {name: getattr(self, name) for name in KEPT}
+        return kept | {"wall_s": time.monotonic() - self.started}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state` was taken."""
+        for name in KEPT:
+            setattr(self, name, state[name])
+        self.started = time.monotonic() - state["wall_s"]
 
     def start_update(self) -> None:
         self.data_wait = 0.0
@@ -100,7 +125,9 @@ class Recorder:
         sums = torch.stack(shares).double()
         dist.all_reduce(sums)
         times = [self.clock.seconds(*row.pop("marks")) for row in rows]
-        slowest = self.world.max_over_ranks(times + [row["data_wait_s"] for row in rows])
+        told = float(self.watch is not None and self.watch.told is not None)
+        slowest = self.world.max_over_ranks([*times, *(row["data_wait_s"] for row in rows), told])
+        self.stop_requested = slowest.pop() > 0
         losses = sums.tolist()
         eval_losses = iter(losses[len(rows) :])
         for row, loss, step_time, data_wait in zip(rows, losses, slowest, slowest[len(rows) :], strict=False):
@@ -139,12 +166,14 @@ class Recorder:
         own = [peak_memory_bytes(), server.pending_gradient_bytes, *(held.get(kind, 0) for kind in kinds)]
         peak, pending, *most = (int(count) for count in self.world.max_over_ranks([float(count) for count in own]))
         state = {f"{kind}_bytes": count if held else None for kind, count in zip(kinds, most, strict=True)}
-        counted = len(self.step_times) > 1
+        counted = bool(self.traffic.bytes)
+        speed = rates(self.step_times, self.batch_size, config.data.seq_len, self.world.size)
         return {
             "world_size": self.world.size,
             "zero_stage": config.zero.stage if config.engine.kind == "deepspeed" else None,
             "engine": config.engine.kind,
             "precision": config.precision,
+            "arithmetic": engine.arithmetic,
             "global_batch_size": batch.global_size,
             "micro_batch_size": batch.micro_size,
             "grad_accum_steps": grad_accum_steps(batch),
@@ -153,12 +182,11 @@ class Recorder:
             "steps": total_steps(config),
             "samples": self.last_row["samples"],
             "tokens": self.last_row["tokens"],
-            **rates(self.step_times, self.batch_size, config.data.seq_len, self.world.size),
-            "mfu": None,
-            "hfu": None,
-            "tflops_per_rank": None,
+            **speed,
+            **utilisation(config, known_shape(config, engine), gpu_name(), speed["tokens_per_s_per_rank"]),
             "data_wait_share": sum(self.data_waits) / sum(self.step_times),
             "eval_time_s": self.eval_time_s,
+            "checkpoint_time_s": self.checkpoint_time_s,
             "wall_s": time.monotonic() - self.started,
             "peak_memory_bytes": peak,
             **state,
@@ -172,3 +200,16 @@ class Recorder:
             "skipped_steps": engine.skipped_steps,
             **server.summary(),
         }
+
+
+def known_shape(config: Config, engine: Engine) -> ModelShape | None:
+    """The sizes of a run's model; None if they do not explain how many parameters it has."""
+    try:
+        shape = model_shape(config.model)
+    except ConfigError:
+        return None
+    return shape if shape.params == engine.n_params else None
+
+
+def gpu_name() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -1,7 +1,8 @@
 """The run directory: what a run was, how it ended and what it measured. A run's status is what stands here.
 
-``<runs_dir>/<study>/<name>-<hash8>/`` holds config.yaml, ds_config.json, command.txt, env.json, status.json,
-metrics.jsonl, summary.json, logs/ and wandb/. Every file appears whole; metrics.jsonl grows by whole rows.
+``<runs_dir>/<study>/<name>-<hash8>/`` holds config.yaml, ds_config.json (engine.json where DDP or FSDP trains),
+command.txt, env.json, status.json, metrics.jsonl, summary.json, logs/ and wandb/. Every file appears whole;
+metrics.jsonl grows by whole rows.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import hashlib
 import json
 import os
 import re
-import shlex
+import shutil
 import socket
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -24,12 +24,14 @@ from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
 from harness.config import Config, ConfigError, check_study, dump
+from harness.environment import alive, process_of
 
 Status = Literal["running", "completed", "oom", "diverged", "failed", "timeout", "killed"]
 
 # What does not change the result, or only how it is kept and shown.
 NOT_HASHED = (
-    ("study",), ("runs_dir",), ("wandb",), ("objective",), ("train", "log_every"), ("launch", "timeout_s"),
+    ("study",), ("runs_dir",), ("wandb",), ("plan",), ("objective",), ("train", "log_every"), ("train", "resume"),
+    ("train", "keep"), ("data", "cache_dir"), ("launch", "timeout_s"),
     ("launch", "rerun"),
 )  # fmt: skip
 VANISHED = "its process vanished without a word"
@@ -96,9 +98,12 @@ class RunDir:
         return cls(Path(config.runs_dir).expanduser() / config.study / run_name(config))
 
     @classmethod
-    def create(cls, config: Config) -> RunDir:
+    def create(cls, config: Config, command: str) -> RunDir:
         """The directory of a run that starts now. A completed record of the same run moves to ``<name>.N``; one that
         did not complete is begun again in its place.
+
+        Args:
+            command: one that runs this config on its own, for the record.
 
         Raises:
             RunGoingOn: when the same run is going on.
@@ -108,34 +113,60 @@ class RunDir:
         try:
             run.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(run.path.parent / f".{run.path.name}.lock"):
-                earlier = run.read_status()
-                if earlier is not None and earlier["status"] == "running":
-                    raise RunGoingOn(f"{run.path}: this run is going on (pid {earlier['pid']}); wait for it or end it")
-                if earlier is not None and earlier["status"] == "completed":
+                earlier = run.read_status() or {}
+                foreign = earlier.get("host") != socket.gethostname()
+                if earlier.get("status") == "running" and not (foreign and config.launch.rerun == "all"):
+                    where = f"pid {earlier.get('pid')} on {earlier.get('host')}"
+                    remedy = "wait for it or end it, or use launch.rerun=all if that host is gone"
+                    raise RunGoingOn(f"{run.path}: this run is going on ({where}); {remedy}")
+                if earlier.get("status") == "completed":
                     run.path.rename(free_neighbour(run.path))
-                    earlier = None
-                run._begin(dump(config), 1 if earlier is None else earlier.get("attempt", 1) + 1)
+                run._begin(
+                    dump(config),
+                    command,
+                    int(earlier.get("attempt", 0)) + 1,
+                    resumable=config.train.resume != "never",
+                )
         except OSError as error:
             raise ConfigError(f"runs_dir={config.runs_dir}: cannot be written ({error.strerror or error})") from error
         return run
 
     @classmethod
-    def refuse(cls, composed: DictConfig, reason: str) -> RunDir:
+    def refuse(cls, composed: DictConfig, command: str, reason: str) -> RunDir:
         """The failed record of a composed config that cannot run."""
         text = OmegaConf.to_yaml(composed)
-        study = Path(composed.runs_dir).expanduser() / check_study(composed.study)
-        run = cls(study / f"refused-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
-        run._begin(text, 1)
+        run = cls(cls._refusal_path(composed))
+        run._begin(text, command, 1)
         run.write_status("failed", reason)
         return run
 
-    def _begin(self, config_text: str, attempt: int) -> None:
+    @classmethod
+    def forget_refusal(cls, composed: DictConfig) -> None:
+        """What could not run before can now."""
+        shutil.rmtree(cls._refusal_path(composed), ignore_errors=True)
+
+    @staticmethod
+    def _refusal_path(composed: DictConfig) -> Path:
+        digest = hashlib.sha256(OmegaConf.to_yaml(composed).encode()).hexdigest()[:8]
+        return Path(composed.runs_dir).expanduser() / check_study(composed.study) / f"refused-{digest}"
+
+    def _begin(self, config_text: str, command: str, attempt: int, resumable: bool = False) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "summary.json", "ds_config.json", "env.json"):
+        if not resumable:
+            shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+        if not any(self.path.glob("checkpoints/samples-*")):
+            (self.path / "metrics.jsonl").unlink(missing_ok=True)
+        for name in ("summary.json", "ds_config.json", "engine.json", "env.json"):
             (self.path / name).unlink(missing_ok=True)
+        for log in self.logs.glob("*.log"):
+            log.unlink()
         write_whole(self.path / "config.yaml", config_text)
-        write_whole(self.path / "command.txt", shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]) + "\n")
-        self.write_status("running", started_at=time.time(), attempt=attempt)
+        write_whole(self.path / "command.txt", command + "\n")
+        goes_on = resumable and any(self.path.glob("checkpoints/samples-*"))
+        wandb_attempt = (self.read_status() or {}).get("wandb_attempt", 1) if goes_on else attempt
+        self.write_status(
+            "running", started_at=time.time(), attempt=attempt, wandb_attempt=wandb_attempt, resumable=False
+        )
 
     def write_status(self, status: Status, reason: str = "", **more: Any) -> None:
         """Record how the run stands; ``more`` is kept from one call to the next."""
@@ -148,12 +179,11 @@ class RunDir:
     def read_status(self) -> dict[str, Any] | None:
         """The status record, or None; a `running` whose process is gone on this host reads as `killed`."""
         record = self._read("status.json")
-        if record and record.get("status") == "running" and record.get("host") == socket.gethostname():
-            try:
-                alive = abs(psutil.Process(record["pid"]).create_time() - record["pid_started"]) < 1
-            except psutil.NoSuchProcess:
-                alive = False
-            if not alive:
+        if record is not None and not {"status", "pid", "pid_started", "host"} <= record.keys():
+            return {"status": "failed", "reason": "its status.json is damaged", "host": socket.gethostname()}
+        if record and record["status"] == "running" and record.get("host") == socket.gethostname():
+            process = process_of(int(record.get("pid", 0)), float(record.get("pid_started", 0)))
+            if not alive(process):
                 record |= {"status": "killed", "reason": VANISHED}
         return record
 
@@ -162,6 +192,12 @@ class RunDir:
         text = "".join(json.dumps({k: finite(v) for k, v in row.items()}, allow_nan=False) + "\n" for row in rows)
         with open(self.path / "metrics.jsonl", "a") as file:
             file.write(text)
+
+    def cut_metrics(self, step: int) -> None:
+        """Keep the rows up to update ``step``, from which a run goes on."""
+        rows = [row for row in self.read_metrics() if row["step"] <= step]
+        write_whole(self.path / "metrics.jsonl", "")
+        self.append_metrics(rows)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         path = self.path / "metrics.jsonl"
@@ -175,9 +211,12 @@ class RunDir:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            return json.loads((self.path / name).read_text())
+            value = json.loads((self.path / name).read_text())
         except FileNotFoundError:
             return None
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
 
 
 def finite(value: Any) -> Any:
@@ -191,3 +230,29 @@ def free_neighbour(path: Path) -> Path:
     while (candidate := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     return candidate
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a folder, oldest first."""
+    found = [path for path in folder.glob("samples-*") if (path / "checkpoint.json").exists()]
+    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+
+
+def find_resume(config: Config, run: RunDir) -> Path | None:
+    """The checkpoint a run goes on from: ``train.resume`` is ``auto``, ``never``, or a run or checkpoint folder.
+
+    Raises:
+        ConfigError: when a given folder holds no checkpoint.
+    """
+    if config.train.resume == "never":
+        return None
+    if config.train.resume == "auto":
+        found = find_checkpoints(run.path / "checkpoints")
+        return found[-1] if found else None
+    path = Path(config.train.resume).expanduser().resolve()
+    if (path / "checkpoint.json").exists():
+        return path
+    found = find_checkpoints(path / "checkpoints")
+    if not found:
+        raise ConfigError(f"train.resume={config.train.resume}: no checkpoint there; give a run or a checkpoint folder")
+    return found[-1]

@@ -54,7 +54,7 @@ class Server:
             self.schedule = self.delayed.schedule
             on_cpu = self.delayed.settings.pending_device == "cpu" or config.zero.offload_optimizer
             free = free_memory_bytes(torch.device("cpu") if on_cpu else world.device)
-            ranks_that_share = world.size if config.zero.stage > 0 else 1
+            ranks_that_share = world.size if engine.sharded else 1
             check_pending_memory(self.delayed.settings, engine.n_params // ranks_that_share, free)
         self._arrivals: tuple[Arrival, ...] = ()
 

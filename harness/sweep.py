@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from harness.compose import check_gpus, decide
+from harness.compose import check_gpus, decide, refuse_multirun, reproducing_command
 from harness.config import Config, ConfigError
 from harness.display import print_outcome
 from harness.environment import visible_gpus
@@ -46,13 +46,12 @@ def run_once(composed: DictConfig) -> bool:
     Raises:
         ConfigError: for what can be refused before a rank starts.
     """
-    if HydraConfig.get().sweeper.get("params"):
-        raise ConfigError("+exp: this one is a sweep (it sets hydra.sweeper.params); run it with -m")
+    refuse_multirun()
     config = decide_here(composed, None)
-    run = RunDir.create(config)
+    run = RunDir.create(config, reproducing_command(config.launch.world_size or 1))
     launch(config, run, run.path.name)
     status = run.read_status() or {}
-    print_outcome(sys.stdout, str(run.path), status, run.read_summary())
+    print_outcome(sys.stdout, str(run.path.resolve()), status, run.read_summary())
     return status.get("status") == "completed"
 
 
@@ -77,13 +76,18 @@ class Sweep:
     def __call__(self, composed: DictConfig) -> float:
         """The objective of one point; nan where it has none."""
         self.done += 1
-        total = count_points(self.arguments) or "?"
-        heading = f"[{self.done}/{total}]"
-        started = time.monotonic()
+        total = count_points(self.arguments)
+        heading = f"[{self.done}/{total or '?'}]"
         try:
-            config = decide_here(composed, self.default_world_size)
-        except ConfigError as error:
-            return self._refused(composed, heading, str(error))
+            return self._run(composed, heading, total)
+        except Exception as error:
+            reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            return self._refused(composed, heading, reason)
+
+    def _run(self, composed: DictConfig, heading: str, total: int | None) -> float:
+        started = time.monotonic()
+        config = decide_here(composed, self.default_world_size)
+        RunDir.forget_refusal(composed)
         self.studies[Path(config.runs_dir).expanduser() / config.study] = None
         self.upload = config.wandb.mode
         run = RunDir.of(config)
@@ -91,11 +95,12 @@ class Sweep:
         kept = status is not None and status["status"] in KEPT[config.launch.rerun]
         if not kept:
             try:
-                run = RunDir.create(config)
+                run = RunDir.create(config, reproducing_command(config.launch.world_size or 1))
             except RunGoingOn as error:
                 self._say(f"{heading} left to another sweep: {error}")
                 return math.nan
-            launch(config, run, f"{heading} {run.path.name}", self._left(total))
+            self._say(f"{heading} {run.path.name}{self._left(total)}")
+            launch(config, run, f"{heading} {run.path.name}")
             self.took_s.append(time.monotonic() - started)
         return self._ended(run, heading, "kept, " if kept else "", config.objective)
 
@@ -104,7 +109,7 @@ class Sweep:
         word = status.get("status", "failed")
         self.outcomes.append(word)
         numbers = status.get("reason", "")
-        if word == "completed":
+        if word == "completed" and summary:
             numbers = f"loss {summary['final_loss']:.4f}  {summary['tokens_per_s']:,.0f} tokens/s"
         self._say(f"{heading} {kept}{word}  {run.path.name}  {numbers}")
         value = summary.get(objective) if word == "completed" else None
@@ -115,18 +120,18 @@ class Sweep:
         self.outcomes.append("failed")
         self._say(f"{heading} failed  {reason}")
         try:
-            run = RunDir.refuse(composed, reason)
+            run = RunDir.refuse(composed, reproducing_command(composed.launch.world_size or 1), reason)
         except (OSError, ConfigError) as error:
             self._say(f"{heading} and could not be recorded: {error}")
         else:
             self.studies[run.path.parent] = None
         return math.nan
 
-    def _left(self, total: int | str) -> str:
+    def _left(self, total: int | None) -> str:
         """How long the points that are left will take, judged by those that ran."""
-        if not self.took_s or not isinstance(total, int):
+        if not self.took_s or total is None:
             return ""
-        return f"  about {sum(self.took_s) / len(self.took_s) * (total - self.done + 1):,.0f} s left"
+        return f"  (sweep: about {sum(self.took_s) / len(self.took_s) * (total - self.done + 1):,.0f} s left)"
 
     def finish(self) -> None:
         """Say how the points ended and write the report of every study they belong to."""
@@ -154,5 +159,7 @@ def count_points(arguments: list[str]) -> int | None:
     points = 1
     for override in by_key.values():  # the command line's choice replaces an exp's
         if override.is_sweep_override():
+            if not (override.is_choice_sweep() or override.is_range_sweep()):
+                return None  # a glob, or what an adaptive sweeper draws from
             points *= sum(1 for _ in override.sweep_string_iterator())
     return points

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -32,18 +33,19 @@ class Tracker:
 
         os.environ.pop("WANDB_RUN_ID", None)
         mode = decide_mode(config.wandb)
-        attempt = (run.read_status() or {}).get("attempt", 1)
+        attempt = (run.read_status() or {}).get("wandb_attempt", 1)
         self.run = wandb.init(
             mode=mode,  # type: ignore[arg-type]
             project=config.wandb.project,
             entity=config.wandb.entity,
             tags=config.wandb.tags,
-            id=f"{config.study}-{config_hash(config)}-{attempt}",
+            id=f"{re.sub(r'[^A-Za-z0-9_.-]', '-', config.study)}-{config_hash(config)}-{attempt}",
             name=run.path.name,
             group=config.study,
             job_type=job_type(config),
             config=asdict(config),
             dir=str(run.path),
+            resume="allow" if mode == "online" else None,
             settings=wandb.Settings(console="off", silent=True, save_code=False),
         )
         for axis in ("samples", "wall_s", "sim_time_s", "step"):

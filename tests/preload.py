@@ -5,5 +5,7 @@ import torch  # noqa: F401
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
 
+import harness.engines.ddp
 import harness.engines.deepspeed
+import harness.engines.fsdp
 import harness.train  # noqa: F401

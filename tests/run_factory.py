@@ -95,7 +95,7 @@ def make_run(
     **summary: Any,
 ) -> RunDir:
     """A run directory; only a completed run has a summary, a run that was refused has no rows either."""
-    run = RunDir.create(config)
+    run = RunDir.create(config, "command")
     write_json(run.path / "env.json", ENVIRONMENT if environment is None else environment)
     if config.batch.per_rank_size is not None:
         rate = summary.get("tokens_per_s", 1000.0)

@@ -3,12 +3,14 @@ parameter server with one weight copy per worker, in every stage, world and spli
 
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 import harness.server
 from harness.asynchrony import compensated_gradient
+from harness.checkpoint import Checkpoints
 from harness.clock import Clock
 from harness.config import AsyncConfig, ConfigError, total_steps
 from harness.data import open_data
@@ -61,7 +63,8 @@ def run_case(world, config):
     engine = build_engine(config, world)
     server, rows = Server(config, world, engine), Rows()
     recorder = Recorder(config, world, rows)
-    train(config, world, data, engine, server, recorder)
+    checkpoints = Checkpoints(config, world, engine, server, data.corpus.fingerprint, Path("unused"))
+    train(config, world, data, engine, server, recorder, checkpoints, first=0)
     summary = recorder.summarise(engine, server)
     return list(rows), engine.full_parameters(), summary
 
@@ -251,3 +254,15 @@ def test_pending_gradients_that_do_not_fit_are_refused_before_the_first_update()
     config = compose(*RANDOM_TOKENS, *COMPENSATED, "zero=stage3", world_size=2)
     for message in run_world(2, refusal, config):
         assert message.startswith("parallel.workers=4: pending gradients need") and "DC-ASGD" in message
+
+
+def test_ddp_and_fsdp_hold_gradients_back_as_deepspeed_does():
+    choices = [*RANDOM_TOKENS, *OPTIMIZERS["sgd"], *EXPONENTIAL, "train.steps=20"]
+    engines = {"zero=stage1": 2, "engine=ddp": 1, "engine=fsdp": 2}
+    configs = [compose(*choices, engine, world_size=2) for engine in engines]
+    reference, *others = run_world(2, run_cases, configs)[0]
+    gradients = 4 * reference[2]["n_params"]
+    for (rows, weights, summary), share in zip([reference, *others], engines.values(), strict=True):
+        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in reference[0]], rel=1e-6)
+        assert all((weights[name] - w).norm() <= 1e-6 * w.norm().clamp_min(1) for name, w in reference[1].items())
+        assert summary["pending_gradient_bytes"] == pytest.approx(3 * gradients / share, rel=1e-2)

@@ -98,32 +98,47 @@ SELECTIVE = [
     "selective checkpointing.part=attention checkpointing.reentrant=true",
     "full checkpointing.reentrant=true",
 ]
+STAGES = ["zero=stage0", "zero=stage1", "zero=stage2", "zero=stage3"]
+NATIVE = ["engine=ddp", "engine=fsdp"]
+ENGINES = [*STAGES, *NATIVE]
+OPTIONS = [
+    ("zero=stage1", "zero.multi_rank_allreduce=false engine.overlap=false"),
+    ("zero=stage2", "zero.multi_rank_allreduce=false engine.overlap=false"),
+    ("zero=stage2", "zero.offload_optimizer=true"),
+    ("zero=stage3", "zero.offload_optimizer=true zero.offload_params=true"),
+    ("zero=stage3", "zero.whole_blocks=true"),
+    ("engine=ddp", "engine.bucket_mb=0.05 engine.overlap=false"),
+    ("engine=fsdp", "engine.reshard=false"),
+]
 CASES = {
-    1: [*itertools.product(range(4), splits(1), ["none"], [[], RAGGED])],
-    2: [
-        *itertools.product(range(4), splits(2), ["none", "full"], [[], RAGGED]),
-        *itertools.product((0, 3), [2], SELECTIVE, [RAGGED]),
-        *itertools.product((2,), [2], ["none zero.offload_optimizer=true"], [RAGGED]),
-        *itertools.product((3,), [2], ["none zero.offload_optimizer=true zero.offload_params=true"], [RAGGED]),
-        *itertools.product((1, 2), [2], ["none zero.multi_rank_allreduce=false engine.overlap=false"], [RAGGED]),
+    1: [
+        *itertools.product(STAGES, splits(1), ["none"], [[], RAGGED]),
+        *itertools.product(NATIVE, splits(1), ["none"], [RAGGED]),
     ],
-    4: [*itertools.product(range(4), splits(4), ["none"], [RAGGED])],
+    2: [
+        *itertools.product(STAGES, splits(2), ["none", "full"], [[], RAGGED]),
+        *itertools.product(NATIVE, splits(2), ["none", "full"], [RAGGED]),
+        *itertools.product(["zero=stage0", "zero=stage3", "engine=ddp"], [2], SELECTIVE, [RAGGED]),
+        *itertools.product(["engine=fsdp"], [2], SELECTIVE[:2], [RAGGED]),
+        *((engine, 2, f"none {options}", RAGGED) for engine, options in OPTIONS),
+    ],
+    4: [*itertools.product(ENGINES, splits(4), ["none"], [RAGGED])],
 }
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_worlds_stages_and_splits_equal_one_big_batch(world_size):
+def test_worlds_engines_stages_and_splits_equal_one_big_batch(world_size):
     cases = CASES[world_size]
     overrides = [
         [
             *TINY,
             *SGD,
-            f"zero=stage{stage}",
+            engine,
             f"batch.micro_size={micro}",
             *f"checkpointing={checkpointing}".split(),
             *data,
         ]
-        for stage, micro, checkpointing, data in cases
+        for engine, micro, checkpointing, data in cases
     ]
     references = {name: plain_loop(compose(*TINY, *SGD, *data)) for name, data in (("", []), ("ragged", RAGGED))}
     configs = [compose(*o, world_size=world_size) for o in overrides]
@@ -147,17 +162,21 @@ def test_adamw_and_llama_follow_the_plain_loop():
         "model.config.intermediate_size=96", *TINY[1:], "lr.base=1e-3",
     ]  # fmt: skip
     references = [plain_loop(compose(*llama, *data)) for data in ([], RAGGED)]
-    cases = [*itertools.product(range(4), ([], RAGGED))]
-    configs = [compose(*llama, f"zero=stage{s}", "batch.micro_size=4", *data, world_size=2) for s, data in cases]
-    for (stage, data), result in zip(cases, run_world(2, engine_loops, configs)[0], strict=True):
+    cases = [*itertools.product(ENGINES, ([], RAGGED))]
+    configs = [compose(*llama, engine, "batch.micro_size=4", *data, world_size=2) for engine, data in cases]
+    for (engine, data), result in zip(cases, run_world(2, engine_loops, configs)[0], strict=True):
         losses, evaluation, _ = references[1 if data else 0]
-        assert result[0] == pytest.approx(losses, rel=1e-5), stage
-        assert result[1] == pytest.approx(evaluation, rel=1e-5), stage
+        assert result[0] == pytest.approx(losses, rel=1e-5), engine
+        assert result[1] == pytest.approx(evaluation, rel=1e-5), engine
 
 
 def test_initial_weights_depend_on_seed_and_model_alone():
     configs = {
-        size: [compose(*TINY, *SGD, f"zero=stage{stage}", "train.steps=1", world_size=size) for stage in (0, 3)]
+        size: [
+            compose(*TINY, *SGD, engine, "train.steps=1", world_size=size)
+            for engine in ENGINES
+            if engine[-1] not in "12"
+        ]
         for size in (1, 2)
     }
     reference = dict(build_model(configs[1][0], torch.float32).model.named_parameters())
@@ -169,17 +188,20 @@ def test_initial_weights_depend_on_seed_and_model_alone():
     assert not torch.equal(other["transformer.wte.weight"], reference["transformer.wte.weight"])
 
 
-def test_stage_3_and_the_others_shard_what_they_say():
-    """Bytes held by a rank, in fp32: whole without sharding, 1/N of what a stage shards."""
+def test_stages_and_engines_shard_what_they_say():
+    """Bytes held by a rank, in fp32: whole without sharding, 1/N of what a stage or an engine shards."""
     held = {}
     for size in (1, 2, 4):
-        configs = [compose(*TINY, f"zero=stage{stage}", "train.steps=2", world_size=size) for stage in range(4)]
-        for stage, result in enumerate(run_world(size, engine_loops, configs)[0]):
-            held[size, stage] = result[4]
+        configs = [compose(*TINY, engine, "train.steps=2", world_size=size) for engine in ENGINES]
+        for name, result in zip([0, 1, 2, 3, "ddp", "fsdp"], run_world(size, engine_loops, configs)[0], strict=True):
+            held[size, name] = result[4]
             n_params = result[5]
     model = 4 * n_params
     for size in (1, 2, 4):
-        assert held[size, 0] == {"param": model, "grad": model, "optimizer": pytest.approx(2 * model, rel=1e-2)}
+        for name in (0, "ddp"):
+            assert held[size, name] == {"param": model, "grad": model, "optimizer": pytest.approx(2 * model, rel=1e-2)}
+        for kind, parts in (("param", 1), ("grad", 1), ("optimizer", 2)):
+            assert held[size, "fsdp"][kind] == pytest.approx(parts * model / size, rel=2e-2), (size, kind)
         for stage in (1, 2, 3):
             assert held[size, stage]["optimizer"] == pytest.approx(3 * model / size, rel=2e-2), (size, stage)
         assert held[size, 3]["param"] == pytest.approx(model / size, rel=2e-2), size

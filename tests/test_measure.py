@@ -3,10 +3,14 @@
 import pytest
 import torch
 
+from harness.data import open_data
+from harness.engines import build_engine
+from harness.hf_config import check_limits
 from harness.measure.memory import unique_bytes
 from harness.measure.steps import rates, warmup_steps
 from harness.measure.traffic import TrafficCounter, ring_traffic_bytes
-from tests.worlds import run_world
+from tests.test_equivalence import TINY
+from tests.worlds import compose, run_world
 
 
 @pytest.mark.parametrize(("world_size", "accumulated"), [(1, 1), (4, 1), (4, 8)])
@@ -50,7 +54,35 @@ def test_collectives_are_counted_by_their_input():
         assert set(calls.values()) == {1}
 
 
+def count_update(world, config):
+    data = open_data(config, check_limits(config))
+    engine = build_engine(config, world)
+    for step in range(3):
+        targets, batches = data.update_batches(step, 16, config.batch.micro_size, world.rank, world.size)
+        batches = list(batches)
+        with TrafficCounter() as traffic:
+            for number, (ids, labels) in enumerate(batches):
+                engine.forward_backward(ids, labels, torch.tensor(float(targets)), number == len(batches) - 1)
+            engine.step(0.01)
+    n_blocks = sum(p.numel() for n, p in engine.loss_model.model.named_parameters() if ".h." in n)
+    return traffic.bytes, 4 * engine.n_params, 4 * n_blocks
+
+
+@pytest.mark.parametrize("micro", [8, 2])
+def test_ddp_sends_each_gradient_once_and_fsdp_gathers_in_every_micro_batch(micro):
+    accumulation = 8 // micro
+    for options in ("engine=ddp", "engine=ddp engine.overlap=false", "engine=ddp engine.bucket_mb=0.1"):
+        config = compose(*TINY, *options.split(), f"batch.micro_size={micro}", world_size=2)
+        for sent, model, _ in run_world(2, count_update, config):
+            assert sent == {"all_reduce": model}, options
+    config = compose(*TINY, "engine=fsdp", f"batch.micro_size={micro}", world_size=2)
+    for sent, model, blocks in run_world(2, count_update, config):
+        assert sent["all_gather"] == pytest.approx(accumulation * (model + blocks) / 2, rel=1e-2)
+        assert sent["reduce_scatter"] == pytest.approx(model, rel=1e-2)
+        assert sent["all_reduce"] == 4  # the norm
+
+
 def test_ring_factors():
-    sent = {"all_reduce": 800, "reduce_scatter": 800, "all_gather": 100}
-    assert ring_traffic_bytes(sent, 8) == 1400 + 700 + 700
+    sent = {"all_reduce": 800, "reduce_scatter": 800, "all_gather": 100, "reduce": 80, "all_to_all": 8}
+    assert ring_traffic_bytes(sent, 8) == 1400 + 700 + 700 + 70 + 7
     assert ring_traffic_bytes(sent, 1) == 0

@@ -1,14 +1,22 @@
 """Models: pretrained weights arrive whole in every stage, ZeRO-3 never holds the whole model, precisions train."""
 
+import unittest.mock
+from functools import partial
+
+import deepspeed
+import pytest
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 
+from harness.config import ConfigError
 from harness.data import open_data
 from harness.engines import build_engine
 from harness.engines.deepspeed import DeepSpeedEngine
+from harness.engines.fsdp import FSDPEngine
 from harness.hf_config import check_limits
 from harness.model import blocks, build_model, units
-from tests.test_equivalence import TINY, engine_loops
+from tests.test_equivalence import ENGINES, RAGGED, SGD, TINY, engine_loops
 from tests.worlds import compose, run_world
 
 LLAMA = ["model=llama_tiny", "model.config.hidden_size=48", "model.config.intermediate_size=96", "data.seq_len=32"]
@@ -37,6 +45,17 @@ def test_pretrained_weights_arrive_whole_in_every_stage(tmp_path):
             assert torch.equal(weights[name], weight), name
 
 
+def test_weights_missing_from_a_checkpoint_are_refused(tmp_path):
+    settings = transformers.LlamaConfig(
+        vocab_size=256, max_position_embeddings=64, hidden_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=96, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.LlamaModel(settings).save_pretrained(tmp_path)
+    config = compose("model=hub", f"model.path={tmp_path}", "data.seq_len=32")
+    with pytest.raises(ConfigError, match=r"holds no weights for lm_head\.weight"):
+        build_model(config, torch.float32)
+
+
 def most_held_while_building(world, config):
     """The most parameter bytes a rank holds at once while ZeRO-3 builds the model, and the bytes of the largest unit."""
     most = 0
@@ -56,24 +75,93 @@ def most_held_while_building(world, config):
     return most, largest, engine.n_params
 
 
+def whole_weights_while_sharding(world, config):
+    """Whole parameters on a rank whenever FSDP2 has just sharded a block, without those outside blocks."""
+    whole = []
+    shard = FSDPEngine._shard
+
+    def watched(engine, unit):
+        shard(engine, unit)
+        engine.seen.append(unit)
+        whole.append(sum(p.numel() for seen in engine.seen for p in seen.parameters() if not isinstance(p, DTensor)))
+
+    FSDPEngine._shard, FSDPEngine.seen = watched, []
+    engine = build_engine(config, world)
+    outside = sum(p.numel() for name, p in engine.module.named_parameters() if ".layers." not in name)
+    return whole, outside, engine.n_params
+
+
+def test_fsdp_shards_each_block_before_the_next_is_made():
+    config = compose(*LLAMA, "engine=fsdp", "model.config.num_hidden_layers=12", world_size=2)
+    for whole, outside, n_params in run_world(2, whole_weights_while_sharding, config):
+        assert len(whole) > 12 and max(whole) <= outside < 0.2 * n_params
+
+
+def test_compiled_blocks_compute_the_same_in_every_engine():
+    engines = ["zero=stage1", "zero=stage3", "engine=ddp", "engine=fsdp"]
+    choices = [*TINY, *SGD, *RAGGED, "train.steps=3"]
+    plain = compose(*choices, "engine=ddp", world_size=2)
+    configs = [compose(*choices, engine, "model.compile=true", world_size=2) for engine in engines]
+    reference, *compiled = run_world(2, eagerly_compiled_loops, [plain, *configs])[0]
+    for engine, (losses, graphs) in zip(engines, compiled, strict=True):
+        assert graphs == 2, engine  # one to train, one to evaluate: blocks share them, and no hook breaks them
+        assert losses == pytest.approx(reference[0], rel=1e-5), engine
+
+
+def eagerly_compiled_loops(world, configs):
+    """Losses and how many graphs were captured, with the captured graphs run as they are: no compiler is needed."""
+    results = []
+    for config in configs:
+        graphs = []
+
+        def backend(graph, _, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        torch.compiler.reset()
+        with unittest.mock.patch("torch.compile", partial(torch.compile, backend=backend)):
+            losses = engine_loops(world, [config])[0][0]
+        results.append((losses, len(graphs)))
+    return results
+
+
 def test_no_rank_ever_holds_the_whole_model_under_stage_3():
     config = compose(*LLAMA, "zero=stage3", "model.config.num_hidden_layers=12", world_size=2)
     for most, largest, n_params in run_world(2, most_held_while_building, config):
         assert most <= n_params / 2 * 1.02 + largest < 0.7 * n_params
 
 
-def test_bf16_trains_in_every_stage():
+def test_bf16_trains_alike_in_every_stage_and_engine():
     configs = [
-        compose(*TINY, "precision=bf16", f"zero=stage{stage}", "lr.base=3e-3", "train.steps=20", world_size=2)
-        for stage in range(4)
+        compose(*TINY, "precision=bf16", engine, "lr.base=3e-3", "train.steps=20", world_size=2) for engine in ENGINES
     ]
     results = run_world(2, engine_loops, configs)[0]
-    for losses, *_ in results:
+    for engine, (losses, *_) in zip(ENGINES, results, strict=True):
         assert losses[-1] < losses[0] - 0.5
+        assert losses == pytest.approx(results[0][0], rel=1e-3), engine
     n = results[0][5]
     held = [result[4] for result in results]
-    assert [round(h["param"] / n, 1) for h in held] == [2.0, 2.0, 2.0, 1.0]
-    assert [round(h["optimizer"] / n) for h in held] == [12, 6, 6, 6]
+    assert [round(h["param"] / n, 1) for h in held] == [2.0, 2.0, 2.0, 1.0, 4.0, 2.0]
+    assert [round(h["optimizer"] / n) for h in held] == [12, 6, 6, 6, 8, 4]
+
+
+def exact_masters(world, configs):
+    """Whether the fp32 master weights of each config are the initial weights before rounding."""
+    equal = []
+    for config in configs:
+        engine = build_engine(config, world)
+        weights = dict(build_model(config, torch.float32).named_parameters())
+        masters = engine._unsharded_masters() if config.zero.stage == 0 else None
+        for name, parameter in engine.engine.module.named_parameters():
+            master = masters[parameter] if masters else deepspeed.utils.safe_get_full_fp32_param(parameter)
+            equal.append(torch.equal(master.cpu(), weights[name]))
+    return equal
+
+
+def test_master_weights_start_exact():
+    configs = [compose(*TINY, "precision=bf16", f"zero=stage{stage}", world_size=2) for stage in range(4)]
+    for equal in run_world(2, exact_masters, configs):
+        assert len(equal) > 100 and all(equal)
 
 
 def test_dropout_is_off_by_default_also_in_pretrained_configs(tmp_path):

@@ -56,7 +56,8 @@ def test_the_run_directory_is_complete(run):
     environment = json.loads((run.path / "env.json").read_text())
     assert environment["versions"]["deepspeed"] and environment["hardware"]["cores"] >= 1
     assert len(environment["corpus_fingerprint"]) == 16
-    assert "+exp=zero2" in (run.path / "command.txt").read_text()
+    command = (run.path / "command.txt").read_text()
+    assert command.startswith("python harness/main.py +exp=zero2") and command.endswith("launch.world_size=2\n")
     assert {path.name for path in run.logs.iterdir()} == {"launcher.log", "rank0.log", "rank1.log"}
     status = run.read_status()
     assert status["status"] == "completed" and status["reason"] == "" and status["host"] and status["pid"] > 0
@@ -97,6 +98,20 @@ def test_the_summary_follows_from_the_metrics(run):
     assert summary["optimizer_bytes"] == pytest.approx(3 * parameters / 2, rel=1e-2)
 
 
+def test_the_summary_says_what_was_predicted_and_by_how_much_it_was_missed(run):
+    summary = run.read_summary()
+    predicted, residual = summary["predicted"], summary["residual"]
+    for key in ("param_bytes", "grad_bytes", "optimizer_bytes", "comm_traffic_bytes"):
+        assert summary[key] == pytest.approx(predicted[key], rel=1e-2), key
+        assert residual[key] == pytest.approx(summary[key] / predicted[key] - 1)
+    assert predicted["comm_bytes_per_step"] == pytest.approx(summary["comm_bytes_per_step"], rel=1e-2)
+    assert predicted["comm_calls_per_step"] == summary["comm_calls_per_step"]
+    assert set(residual["comm_bytes_per_step"]) == {"all_reduce", "all_gather"}
+    assert predicted["peak_memory_bytes"] is predicted["mfu"] is summary["mfu"] is summary["hfu"] is None
+    flops = 6 * (summary["n_params"] - 512 * 128) + 12 * 4 * 128 * 64 / 2  # of all products, and causal attention
+    assert summary["tflops_per_rank"] == pytest.approx(flops * summary["tokens_per_s"] / 2e12, rel=2e-2)
+
+
 def test_wandb_holds_the_same(run):
     history, summary, record, exit_code = read_wandb(run)
     rows = run.read_metrics()
@@ -117,9 +132,25 @@ def test_wandb_holds_the_same(run):
 def test_run_again_after_completion_the_earlier_record_moves_aside(run, tmp_path):
     config = load((run.path / "config.yaml").read_text())
     config.runs_dir = str(tmp_path)
-    first = RunDir.create(config)
+    first = RunDir.create(config, "command")
     first.write_status("completed")
-    again = RunDir.create(config)
+    again = RunDir.create(config, "command")
     assert again.path == first.path and again.read_status()["status"] == "running"
     aside = RunDir(first.path.with_name(first.path.name + ".1"))
     assert aside.read_status()["status"] == "completed"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"status": "running"}', '{"status"'])
+def test_a_damaged_status_blocks_nothing(text, run, tmp_path):
+    config = load((run.path / "config.yaml").read_text())
+    config.runs_dir = str(tmp_path)
+    first = RunDir.create(config, "command")
+    (first.path / "status.json").write_text(text)
+    assert RunDir.create(config, "command").read_status()["status"] == "running"
+
+
+def test_a_run_again_has_a_wandb_id_of_its_own(run, tmp_path):
+    config = load((run.path / "config.yaml").read_text())
+    config.runs_dir = str(tmp_path)
+    RunDir.create(config, "command").write_status("completed")
+    assert RunDir.create(config, "command").read_status()["wandb_attempt"] == 2

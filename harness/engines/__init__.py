@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
+    from harness.checkpoint import Fragment
     from harness.config import Config
     from harness.ranks import World
 
@@ -17,6 +20,7 @@ class Engine(Protocol):
     n_params: int
     optimizer: torch.optim.Optimizer  # under parallel=async a DelayedOptimizer
     settings: dict[str, Any]  # what the library behind it was given, for the record
+    arithmetic: str  # what weights are kept in and forward computes in
 
     def forward_backward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor, last: bool
@@ -41,12 +45,40 @@ class Engine(Protocol):
     def held_bytes(self) -> dict[str, int]:
         """Bytes this rank held just before its second update: ``param``, ``grad``, ``optimizer``."""
 
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks own different fragments; else each owns all."""
+
+    def fragments(self) -> list[Fragment]:
+        """What this rank's optimizer updates, as stretches of the model's parameters."""
+
+    def refresh(self, read: Callable[[str, int, int], torch.Tensor]) -> None:
+        """Make what forward reads follow from new fp32 weights.
+
+        Args:
+            read: elements of a flattened parameter, by name, first element and count.
+        """
+
+    def scalars(self) -> dict[str, float]:
+        """Counters and scales that belong to the state of training."""
+
+    def load_scalars(self, scalars: dict[str, float]) -> None:
+        """Put back what :meth:`scalars` gave."""
+
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Every parameter whole, fp32 on the CPU, by name: gathered, so all ranks must call it."""
 
 
 def build_engine(config: Config, world: World) -> Engine:
     """The engine of a resolved config, with the model in it."""
+    if config.engine.kind == "ddp":
+        from harness.engines.ddp import DDPEngine
+
+        return DDPEngine(config, world)
+    if config.engine.kind == "fsdp":
+        from harness.engines.fsdp import FSDPEngine
+
+        return FSDPEngine(config, world)
     from harness.engines.deepspeed import DeepSpeedEngine
 
     return DeepSpeedEngine(config, world)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import unittest.mock
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
 
+from harness.checkpoint import Fragment
 from harness.config import Config
 from harness.ds_config import build_ds_config
 from harness.engines import build_optimizer
 from harness.measure.memory import unique_bytes
-from harness.model import build_model, meta_model
+from harness.model import blocks, build_model, meta_model
 from harness.ranks import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,13 +36,18 @@ class DeepSpeedEngine:
         self.stage = config.zero.stage
         self.n_params = sum(p.numel() for p in meta_model(config).parameters())
         self.settings = build_ds_config(config, self.n_params)
-        dtype = DTYPES[config.precision]
-        shard = self._partition if self.stage == 3 else None
-        model = build_model(config, dtype, shard)
+        self.dtype = DTYPES[config.precision]
+        self._exact: dict[nn.Parameter, torch.Tensor] = {}  # fp32 values of 16-bit parameters, until they have masters
+        model = build_model(config, torch.float32, self._partition if self.stage == 3 else None)
+        gather_blocks = config.model.compile if config.zero.whole_blocks is None else config.zero.whole_blocks
+        if self.stage == 3 and gather_blocks:  # hooks on the modules inside would be in the compiler's way
+            deepspeed.utils.set_z3_leaf_modules(model, list({type(block) for block in blocks(model)}))
         if self.stage < 3:
+            self._exact = {p: self._convert(p) for p in model.parameters()}
             model.to(world.device)
         parameters = list(model.parameters())
         self.optimizer = build_optimizer(config, parameters)
+        self.arithmetic = "fp32" if self.dtype == torch.float32 else f"{config.precision} weights, fp32 master weights"
         self._updates = 0
         self._first_moved: int | None = None  # the update in which the weights first moved
         self._held: dict[str, int] = {}
@@ -50,6 +57,7 @@ class DeepSpeedEngine:
             model=model, optimizer=self.optimizer, model_parameters=parameters, config=self.settings
         )
         self.engine.clip_fp32_gradients = self._clip_unsharded
+        self._set_masters()
         for state in self.optimizer.state.values():
             if "step" in state:  # stage 0 in 16 bit allocates the state by a step on zeros, which must not count
                 state["step"].zero_()
@@ -57,10 +65,43 @@ class DeepSpeedEngine:
 
     def _partition(self, unit: nn.Module) -> None:
         """Shard a unit's parameters over the ranks; its buffers stay whole."""
+        exact = {p: self._convert(p) for p in unit.parameters() if not hasattr(p, "ds_tensor")}
         deepspeed.zero.Init(module=unit, config_dict_or_path=self.settings)
+        if self.dtype != torch.float32:
+            for parameter, whole in exact.items():
+                count = parameter.ds_tensor.numel()  # type: ignore[attr-defined]  # the last rank's part is padded
+                part = whole.flatten()[self.world.rank * count :][:count]
+                self._exact[parameter] = nn.functional.pad(part, (0, count - part.numel()))
         for module in unit.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self.world.device)
+
+    def _convert(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Convert a parameter to the run's precision; its fp32 value before."""
+        exact = parameter.data
+        parameter.data = exact.to(self.dtype)
+        return exact
+
+    def _set_masters(self) -> None:
+        """DeepSpeed makes fp32 master weights from rounded parameters. Rounded masters would swallow the first small
+        updates of a run: give them the exact initial weights."""
+        if self.dtype == torch.float32:
+            self._exact.clear()
+        masters = self._unsharded_masters() if self.stage == 0 and self._exact else {}
+        for parameter, exact in self._exact.items():
+            if self.stage == 0:
+                masters[parameter].data.copy_(exact)
+            elif self.stage == 3:
+                deepspeed.utils.safe_set_local_fp32_param(parameter, exact)
+            else:
+                deepspeed.utils.safe_set_full_fp32_param(parameter, exact)
+        self._exact.clear()
+
+    def _unsharded_masters(self) -> dict[nn.Parameter, torch.Tensor]:
+        """The master weights of stage 0 in 16 bit, by parameter."""
+        zero = self.engine.optimizer
+        groups = zip(zero.fp16_groups, zero.fp32_groups, strict=True)
+        return dict(pair for fp16, fp32 in groups for pair in zip(fp16, fp32, strict=True))
 
     def forward_backward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor, last: bool
@@ -125,6 +166,7 @@ class DeepSpeedEngine:
             gradients += averaged if isinstance(averaged, (list, tuple)) else [averaged]
         if getattr(zero, "grad_partitions_flat_buffer", None) is not None:
             gradients.append(zero.grad_partitions_flat_buffer)
+        gradients += getattr(zero, "accumulated_grads_in_cpu", {}).values()  # stage 2, offloaded and accumulating
         moments = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         return {
             "param": held,
@@ -132,10 +174,81 @@ class DeepSpeedEngine:
             "optimizer": moments + [m.data for m in masters],
         }
 
+    @property
+    def sharded(self) -> bool:
+        return self.stage > 0
+
+    def fragments(self) -> list[Fragment]:
+        zero, rank = self.engine.optimizer, self.world.rank
+        named = self._named_parameters()
+        if self.stage == 0:
+            if zero is self.optimizer:
+                return [Fragment(name, 0, p.numel(), p, 0) for name, p in named.items()]
+            names = {id(p): name for name, p in named.items()}
+            pairs = zip(zero.fp16_groups, zero.fp32_groups, strict=True)
+            both = [(p, master) for halves, masters in pairs for p, master in zip(halves, masters, strict=True)]
+            return [Fragment(names[id(p)], 0, p.numel(), master, 0) for p, master in both]
+        names = {id(p): name for name, p in named.items()}
+        found = []
+        if self.stage == 3:  # each parameter is cut into equal parts, the last padded
+            for group, owner in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+                offset = 0
+                for p in group:
+                    size = p.partition_numel()
+                    length = min(size, p.ds_numel - rank * size)
+                    if length > 0:
+                        found.append(Fragment(names[id(p)], rank * size, length, owner, offset))
+                    offset += size
+            return found
+        for group, owner in zip(zero.round_robin_bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+            first, position = rank * owner.numel(), 0  # the group is flattened, then cut into equal parts
+            for p in group:
+                low, high = max(position, first), min(position + p.numel(), first + owner.numel())
+                if low < high:
+                    found.append(Fragment(names[id(p)], low - position, high - low, owner, low - first))
+                position += p.numel()
+        return found
+
+    @torch.no_grad()
+    def refresh(self, read: Callable[[str, int, int], torch.Tensor]) -> None:
+        for name, p in self._named_parameters().items():
+            if self.stage == 3:
+                size = p.partition_numel()
+                start = self.world.rank * size
+                length = min(size, p.ds_numel - start)
+                if length > 0:
+                    p.ds_tensor.data.view(-1)[:length].copy_(read(name, start, length))
+            if p.numel() > 0:  # at stage 3 the parameters that every rank keeps
+                p.data.copy_(read(name, 0, p.numel()).view(p.shape))
+
+    def scalars(self) -> dict[str, float]:
+        counters = {name: getattr(self.engine, name) for name in ("global_steps", "skipped_steps")}
+        return counters | {f"scale/{name}": value for name, value in self._scaler().items()}
+
+    def load_scalars(self, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            if name.startswith("scale/"):
+                setattr(self._scale_holder(), name.removeprefix("scale/"), value)
+            else:
+                setattr(self.engine, name, value)
+
+    def _scale_holder(self) -> Any:
+        """Where DeepSpeed keeps the loss scale of fp16."""
+        return getattr(self.engine.optimizer, "loss_scaler", self.engine.optimizer)
+
+    def _scaler(self) -> dict[str, float]:
+        if DTYPES["fp16"] not in {p.dtype for p in self.engine.module.parameters()}:
+            return {}
+        names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+        return {name: getattr(self._scale_holder(), name) for name in names if hasattr(self._scale_holder(), name)}
+
+    def _named_parameters(self) -> dict[str, Any]:
+        return {name.removeprefix("model."): p for name, p in self.engine.module.named_parameters()}
+
     def full_parameters(self) -> dict[str, torch.Tensor]:
         whole = {}
         self.engine.empty_partition_cache()  # an evaluation leaves prefetched parameters in flight
-        for name, parameter in self.engine.module.named_parameters():
+        for name, parameter in self._named_parameters().items():
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
-                whole[name.removeprefix("model.")] = parameter.detach().float().cpu().clone()
+                whole[name] = parameter.detach().float().cpu().clone()
         return whole

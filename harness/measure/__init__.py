@@ -1,1 +1,1 @@
-"""What a run measures: time, memory, bytes."""
+"""What a run measures, and the arithmetic it is measured against: time, memory, bytes, FLOPs, utilisation."""

@@ -24,6 +24,7 @@ def describe_environment(corpus_fingerprint: str) -> dict[str, Any]:
             "host": socket.gethostname(),
             "cpu": cpu_name(),
             "cores": len(os.sched_getaffinity(0)),
+            "load_average": os.getloadavg()[0],
             "threads_per_rank": torch.get_num_threads(),
             "memory_bytes": psutil.virtual_memory().total,
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],

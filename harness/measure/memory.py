@@ -7,13 +7,20 @@ from collections.abc import Iterable
 
 import psutil
 import torch
+from torch.distributed.tensor import DTensor
 
 from harness.environment import cgroup_free_bytes, ranks_on_host
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, which shares its memory; all of one that is not sharded by FSDP2."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages behind tensors, each storage counted once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+    parts = [local_part(tensor) for tensor in tensors]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts if t.numel()}
     return sum(storages.values())
 
 

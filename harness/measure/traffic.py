@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.traffic import ring_factor
+
 # c10d operator -> (name in the record, position of its input among the arguments)
 OPERATORS = {
     "allreduce_": ("all_reduce", 0),
@@ -54,12 +56,13 @@ def input_bytes(value: Any) -> int:
 def ring_traffic_bytes(sent: dict[str, int], world_size: int) -> int:
     """Bytes a rank sends over the wire for collectives of these input bytes, with ring algorithms.
 
-    Factors on the input: all-reduce 2(N-1)/N, reduce-scatter (N-1)/N, all-gather N-1 (its input is 1/N of its
-    output), reduce and broadcast 1 (NCCL's bus-bandwidth convention), all-to-all (N-1)/N.
+    By :func:`harness.traffic.ring_factor` of the whole tensor, which for an all-gather is its input times the ranks;
+    an average over the ranks for reduce and broadcast, whose end of the ring sends nothing.
     """
-    n = world_size
-    factor = {
-        "all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": n - 1,
-        "reduce": 1 if n > 1 else 0, "broadcast": 1 if n > 1 else 0, "all_to_all": (n - 1) / n,
-    }  # fmt: skip
-    return round(sum(factor[name] * count for name, count in sent.items()))
+    total = 0.0
+    for name, count in sent.items():
+        if name == "all_to_all":
+            total += count * (world_size - 1) / world_size
+        else:
+            total += ring_factor(name, world_size) * count * (world_size if name == "all_gather" else 1)
+    return round(total)

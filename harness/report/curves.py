@@ -61,6 +61,7 @@ class Panel:
     steps: bool = False  # x counts doublings: ranks, batch sizes
     band: bool = False  # the spread as a band instead of bars
     zero: bool = True  # y starts at 0
+    points: bool = False  # x and y are the same quantity: points instead of lines, both axes logarithmic
 
 
 @dataclass

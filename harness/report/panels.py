@@ -27,6 +27,8 @@ def draw_panel(axis: Axes, panel: Panel) -> dict[str, Any]:
     """Draw one panel; returns the handles of its lines by label."""
     from matplotlib import colormaps
 
+    if panel.points:
+        return draw_points(axis, panel)
     measured = [line for line in panel.lines if not line.ideal]
     scale, y_label = unit_of(panel.quantity, panel.y_label, [y for line in measured for y in line.high or line.y])
     gradient = colormaps["viridis"] if len(measured) > MOST_LABELLED else None
@@ -61,6 +63,38 @@ def draw_panel(axis: Axes, panel: Panel) -> dict[str, Any]:
     draw_missing_points(axis, measured)
     axis.set_title(panel.title)
     axis.set_xlabel(panel.x_label)
+    axis.set_ylabel(y_label)
+    return entries
+
+
+def draw_points(axis: Axes, panel: Panel) -> dict[str, Any]:
+    """Draw one quantity against another of the same unit; returns the handles by label."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    values = [value for line in panel.lines for value in (*line.x, *line.y)]
+    scale, y_label = unit_of(panel.quantity, panel.y_label, values)
+    _, x_label = unit_of(panel.quantity, panel.x_label, values)
+    entries: dict[str, Any] = {}
+    for line in panel.lines:
+        x, y = [value * scale for value in line.x], [value * scale for value in line.y]
+        if line.ideal:
+            entries[line.label] = axis.plot(x, y, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)[0]
+            continue
+        color, marker = COLORS[line.color % len(COLORS)], MARKERS[line.color % len(MARKERS)]
+        entries[line.label] = axis.plot(
+            x, y, color=color, linestyle="none", marker=marker, markersize=6, alpha=0.75, markeredgewidth=0
+        )[0]
+    low, high = min(values) * scale / 1.5, max(values) * scale * 1.5
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlim(low, high)
+    axis.set_ylim(low, high)
+    for each in (axis.xaxis, axis.yaxis):
+        each.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,)))
+        each.set_major_formatter(FuncFormatter(plain))
+        each.set_minor_formatter(NullFormatter())
+    axis.set_title(panel.title)
+    axis.set_xlabel(x_label)
     axis.set_ylabel(y_label)
     return entries
 

@@ -175,6 +175,8 @@ def compare(runs: list[Run]) -> list[dict[str, Any]]:
         else:
             flat = {key: value for key, value in flat.items() if not key.startswith(("zero.", "deepspeed."))}
             flat["sharding"] = NAMES.get(engine, engine)
+            if engine == "ddp" and flat.get("precision") == "bf16":
+                flat["sharding"] += " autocast"  # its weights stay fp32, unlike those of ZeRO in bf16
         flat.pop(PER_RANK if flat["batch.kind"] == "strong" else GLOBAL, None)
         for key, value in (("hardware", run.environment.hardware), ("corpus", run.environment.corpus)):
             if value:

@@ -11,7 +11,18 @@ from collections import Counter
 from pathlib import Path
 
 from harness.config import ConfigError
-from harness.report import losses, page, pictures, resources, staleness, status, table, throughput
+from harness.report import (
+    extrapolation,
+    losses,
+    page,
+    pictures,
+    predicted,
+    resources,
+    staleness,
+    status,
+    table,
+    throughput,
+)  # fmt: skip
 from harness.report.curves import LeftOut, Picture
 from harness.report.record import Run
 from harness.report.runs import Skipped, is_run, read_runs
@@ -101,6 +112,8 @@ def build_pictures(comparison: Comparison) -> list[Picture | LeftOut]:
         resources.step_times(comparison, series),
         resources.memory(comparison, series),
         resources.communication(comparison),
+        predicted.against_measured(comparison),
+        extrapolation.step_times(series),
         losses.against(comparison, "samples"),
         losses.against(comparison, "wall_s"),
         losses.against(comparison, "updates"),

@@ -63,6 +63,7 @@ def run_row(run: Run, series: Series) -> Row:
         "engine": config["engine.kind"],
         "zero_stage": config["zero.stage"] if config["engine.kind"] == "deepspeed" else None,
         "precision": config["precision"],
+        "arithmetic": run.summary.get("arithmetic"),
         "checkpointing": config["checkpointing.mode"],
         "optimizer": config["optimizer.kind"],
         "world_size": run.world_size,
@@ -75,13 +76,13 @@ def run_row(run: Run, series: Series) -> Row:
         row.setdefault(key, run.number(key))
     extra = {key: value for key, value in flatten(run.summary).items() if key not in row and is_number(value)}
     extra = {key: value for key, value in extra.items() if not key.startswith("staleness_histogram.")}
-    row |= {key: extra[key] for key in sorted(extra) if not key.startswith("predicted.")}
+    row |= {key: extra[key] for key in sorted(extra) if not key.startswith(("predicted.", "residual."))}
     for key, value in flatten({"predicted": run.summary.get("predicted") or {}}).items():
         if is_number(value):
             row[key] = value
             measured = row.get(key.removeprefix("predicted."))
-            if is_number(measured):
-                row[key.replace("predicted.", "residual.", 1)] = measured - value
+            if is_number(measured) and value:
+                row[key.replace("predicted.", "residual.", 1)] = measured / value - 1
     environment = run.environment
     row["hardware"] = environment.hardware or None
     row["versions"] = ", ".join(f"{name} {version}" for name, version in environment.versions) or None
