@@ -23,7 +23,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_bytes_held_and_communicated_are_predicted(world_size):
     configs = [compose(*model, *case.split(), world_size=world_size) for model, case in CASES]
     by_rank = run_world(world_size, measure_all, configs)

@@ -91,7 +91,7 @@ def test_resumed_in_place_equals_uninterrupted_bit_for_bit(saved):
             assert torch.equal(resumed[1][name], weight), (kind, name)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_resumed_in_any_other_world_stage_or_engine_follows_the_same_curve(saved, world_size):
     """Every kind of checkpoint, resumed at the next kind, with another micro batch."""
     kinds = [kind for kind in saved if "precision=bf16" not in kind and "optimizer=sgd" not in kind]
