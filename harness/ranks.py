@@ -189,10 +189,12 @@ class Watch(threading.Thread):
                 self.end("timeout", f"took longer than launch.timeout_s={self.timeout_s:g}")
 
     def _stop(self, reason: str) -> None:
-        """End now, or once training has written a checkpoint if it can."""
-        if not self.can_stop_later or self.told is not None:
+        """End now, or once training has written a checkpoint if it can; being told again changes nothing, since a
+        launcher passes on a signal that the ranks have had already."""
+        if not self.can_stop_later:
             self.end("killed", reason)
-        self.told, self._told_deadline = reason, time.monotonic() + GRACE_S
+        if self.told is None:
+            self.told, self._told_deadline = reason, time.monotonic() + GRACE_S
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this rank with what it raised."""

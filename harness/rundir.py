@@ -164,6 +164,7 @@ class RunDir:
         write_whole(self.path / "command.txt", command + "\n")
         goes_on = resumable and any(self.path.glob("checkpoints/samples-*"))
         wandb_attempt = (self.read_status() or {}).get("wandb_attempt", 1) if goes_on else attempt
+        (self.path / "status.json").unlink(missing_ok=True)  # nothing of an earlier attempt's record stays
         self.write_status(
             "running", started_at=time.time(), attempt=attempt, wandb_attempt=wandb_attempt, resumable=False
         )
