@@ -119,15 +119,16 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_status(path: Path) -> dict[str, Any]:
+    """status.json as it was written, or as :meth:`RunDir.read_status` reads a `running` whose process is gone."""
     try:
-        record = RunDir(path).read_status()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        written = json.loads((path / "status.json").read_text())
+    except FileNotFoundError as error:
+        raise DamagedRun("no status.json") from error
+    except (OSError, ValueError) as error:
         raise DamagedRun(f"status.json cannot be read ({one_line(error)})") from error
-    if record is None:
-        raise DamagedRun("no status.json")
-    if not isinstance(record, dict) or record.get("status") not in STATUSES:
+    if not isinstance(written, dict) or written.get("status") not in STATUSES:
         raise DamagedRun(f"status.json holds no known status (one of {', '.join(STATUSES)})")
-    return record
+    return RunDir(path).read_status() or written
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
