@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,7 @@ RANK_VARIABLES = (
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS",
     "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "WANDB_RUN_ID",
 )  # fmt: skip
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # what tells a run to end
 LAUNCHERS = ("deepspeed.launcher.launch", "torchrun", "torch.distributed.run", "torch/distributed/run")
 RUNNERS = ("bin/deepspeed", "deepspeed.launcher.runner", "bin/ds ")
 WATCH_PARENT = "HARNESS_PARENT"  # PID@START of the parent of a world that it started itself
@@ -83,14 +85,11 @@ def without_local_rank(arguments: list[str]) -> list[str]:
 
 def oom_kills() -> int:
     """How many processes of this control group the kernel has killed for want of memory; 0 where it does not say."""
-    for path, key in (
-        ("/sys/fs/cgroup/memory.events", "oom_kill"),
-        ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill"),
-    ):
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         try:
             with open(path) as file:
                 counts = dict(line.split() for line in file)
-            return int(counts[key])
+            return int(counts["oom_kill"])
         except (OSError, KeyError, ValueError):
             continue
     return 0

@@ -18,13 +18,12 @@ import psutil
 
 from harness.config import Config, total_steps
 from harness.display import Display
-from harness.environment import RANK_VARIABLES, WATCH_PARENT, alive, launchers, oom_kills
+from harness.environment import RANK_VARIABLES, STOP_SIGNALS, WATCH_PARENT, alive, launchers, oom_kills
 from harness.rundir import VANISHED, RunDir, Status
 
 MAIN = Path(__file__).resolve().parent / "main.py"
 POLL_S = 0.1
 GRACE_S = 30.0  # from telling a world to end until it is killed
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(BaseException):

@@ -28,11 +28,10 @@ import torch
 import torch.distributed as dist
 
 from harness.config import ConfigError
-from harness.environment import alive, oom_kills, process_of, ranks_on_host
+from harness.environment import STOP_SIGNALS, alive, oom_kills, process_of, ranks_on_host
 from harness.rundir import Status
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TICK_S = 0.5
 GRACE_S = 25.0  # from being told to stop to the end, checkpoint or not; launchers kill after 30
 

@@ -154,7 +154,8 @@ class RunDir:
         self.logs.mkdir(parents=True, exist_ok=True)
         if not resumable:
             shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
-        if not any(self.path.glob("checkpoints/samples-*")):
+        goes_on = any(self.path.glob("checkpoints/samples-*"))
+        if not goes_on:
             (self.path / "metrics.jsonl").unlink(missing_ok=True)
         for name in ("summary.json", "ds_config.json", "engine.json", "env.json"):
             (self.path / name).unlink(missing_ok=True)
@@ -162,7 +163,6 @@ class RunDir:
             log.unlink()
         write_whole(self.path / "config.yaml", config_text)
         write_whole(self.path / "command.txt", command + "\n")
-        goes_on = resumable and any(self.path.glob("checkpoints/samples-*"))
         wandb_attempt = (self.read_status() or {}).get("wandb_attempt", 1) if goes_on else attempt
         (self.path / "status.json").unlink(missing_ok=True)  # nothing of an earlier attempt's record stays
         self.write_status(
