@@ -10,7 +10,7 @@ from harness.config import Config, ConfigError, grad_accum_steps
 
 # DeepSpeed ignores unknown top-level keys in silence, so the ones that may be passed through are listed.
 PASSTHROUGH = (
-    "aio", "checkpoint", "comms_logger", "communication_data_type", "compile", "csv_monitor", "data_types",
+    "aio", "bf16", "checkpoint", "comms_logger", "communication_data_type", "compile", "csv_monitor", "data_types",
     "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "gradient_allreduce_op",
     "gradient_predivide_factor", "memory_breakdown", "nebula", "prescale_gradients", "sparse_gradients",
     "steps_per_print", "tensorboard", "timers", "torch_autocast", "wall_clock_breakdown",
@@ -22,7 +22,7 @@ DERIVED = {
     "train_micro_batch_size_per_gpu": "batch.micro_size",
     "gradient_accumulation_steps": "batch.global_size and batch.micro_size",
     "gradient_clipping": "optimizer.clip_norm",
-    "bf16": "precision",
+    "bf16.enabled": "precision",
     "fp16": "precision",
     "amp": "precision",
     "optimizer": "optimizer=adamw or sgd",
@@ -50,15 +50,18 @@ def check_passthrough(config: Config) -> None:
             )
         if value == "auto":
             raise ConfigError(f"deepspeed.{path}=auto: only Hugging Face's Trainer knows `auto`; give a value")
-    if "zero_optimization" in config.deepspeed:
-        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-        from pydantic import ValidationError
+    if not config.deepspeed:
+        return
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
 
+    for part, check in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
         try:
-            DeepSpeedZeroConfig(**config.deepspeed["zero_optimization"])
+            check(**config.deepspeed.get(part, {}))
         except (ValidationError, TypeError) as error:
             problem = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
-            key = ".".join(["zero_optimization", *map(str, problem["loc"])])
+            key = ".".join([part, *map(str, problem["loc"])])
             raise ConfigError(f"deepspeed.{key}: {problem['msg']}") from error
 
 

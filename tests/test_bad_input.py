@@ -46,6 +46,8 @@ CASES = {
     "zero=stage2 zero.offload_params=true": ["zero.offload_params=true", "zero.stage=3, not 2"],
     "+deepspeed.foo=1": ["deepspeed.foo=1", "zero_optimization"],
     "+deepspeed.zero_optimization.foo=1": ["deepspeed.zero_optimization.foo"],
+    "+deepspeed.bf16.foo=1": ["deepspeed.bf16.foo"],
+    "+deepspeed.bf16.enabled=true": ["bf16.enabled=True", "precision"],
     "+deepspeed.communication_data_type=auto": ["communication_data_type=auto", "Trainer"],
     "+deepspeed.train_batch_size=8": ["train_batch_size=8", "batch.global_size"],
     "+deepspeed.fp16.enabled=true": ["fp16.enabled=True", "precision"],

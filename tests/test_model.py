@@ -1,6 +1,7 @@
 """Models: pretrained weights arrive whole in every stage, ZeRO-3 never holds the whole model, precisions train."""
 
 import unittest.mock
+from contextlib import nullcontext
 from functools import partial
 
 import deepspeed
@@ -15,6 +16,7 @@ from harness.engines import build_engine
 from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.fsdp import FSDPEngine
 from harness.hf_config import check_limits
+from harness.measure.traffic import TrafficCounter
 from harness.model import blocks, build_model, units
 from tests.test_equivalence import ENGINES, RAGGED, SGD, TINY, engine_loops
 from tests.worlds import compose, run_world
@@ -123,6 +125,23 @@ def eagerly_compiled_loops(world, configs):
             losses = engine_loops(world, [config])[0][0]
         results.append((losses, len(graphs)))
     return results
+
+
+def test_compiled_blocks_stay_compiled_while_collectives_are_counted():
+    calls = []
+
+    def backend(graph, _):
+        return lambda *inputs: calls.append(1) or graph.forward(*inputs)
+
+    torch.compiler.reset()
+    with unittest.mock.patch("torch.compile", partial(torch.compile, backend=backend)):
+        model = build_model(compose(*TINY, "model.compile=true"), torch.float32)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    for each in (nullcontext(), TrafficCounter(), nullcontext()):
+        calls.clear()
+        with each:
+            model(ids, ids, torch.tensor(7.0))
+        assert len(calls) == len(blocks(model))
 
 
 def test_no_rank_ever_holds_the_whole_model_under_stage_3():

@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.checkpoint import Fragment
@@ -57,6 +58,8 @@ class DeepSpeedEngine:
             model=model, optimizer=self.optimizer, model_parameters=parameters, config=self.settings
         )
         self.engine.clip_fp32_gradients = self._clip_unsharded
+        if self.stage > 0:
+            self.engine.optimizer.get_grad_norm_direct = norm_over_ranks
         self._set_masters()
         for state in self.optimizer.state.values():
             if "step" in state:  # stage 0 in 16 bit allocates the state by a step on zeros, which must not count
@@ -252,3 +255,11 @@ class DeepSpeedEngine:
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
                 whole[name] = parameter.detach().float().cpu().clone()
         return whole
+
+
+def norm_over_ranks(gradients: list[torch.Tensor], *_: Any) -> torch.Tensor:
+    """The norm of gradients that are shared out over all ranks, in place of DeepSpeed's own, which starts several small
+    kernels per parameter while the device waits. Padding is zero and adds nothing."""
+    squares = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
+    dist.all_reduce(squares)
+    return squares.sqrt()

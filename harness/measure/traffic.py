@@ -33,6 +33,11 @@ class TrafficCounter(TorchDispatchMode):
     as this rank gives it.
     """
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled blocks stay compiled; otherwise dynamo would give them up, for good."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()
         self.bytes: dict[str, int] = {}
