@@ -2,14 +2,17 @@
 
 Korthikanti et al. 2022 (arXiv:2205.05198, section 4): per layer s b h (34 + 5 a s / h) bytes in 16 bit with
 dropout and materialised attention. Here the same sum with the element size, dropout masks (1 byte) and
-materialisation as variables; what a framework really keeps differs by a constant, which a measurement has to fit.
+materialisation as variables. What torch and transformers really keep is :func:`model_activations`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from harness.memory import check_ranks
 from harness.shape import ModelShape
 
+FP32_BYTES = 4
 LAYER_MODES = ("none", "selective", "full")
 
 
@@ -87,6 +90,59 @@ def output_activation_bytes(
     return seq_len * micro_size * (2 * element_bytes * hidden_size + logit_bytes * vocab_size)
 
 
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro batch on a device, as torch and transformers keep them."""
+
+    kept: float  # at the end of the forward pass, without the loss
+    loss: float  # more, at its most, while the loss is differentiated
+    recomputed: float  # more, while the backward pass is in a block: what it recomputes and works on
+    block: float  # of one block, with that
+
+    @property
+    def most(self) -> float:
+        return self.kept + max(self.loss, self.recomputed)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What decides which tensors a model's code keeps for its backward pass.
+
+    Attributes:
+        fused_loss: the vocabulary projection and the loss are one kernel, which leaves the projection's gradient
+            instead of logits.
+        fused_norms, fused_mlp: in blocks; by Liger, or by the compiler.
+        fused_last_norm: the norm outside blocks.
+        stream_bytes: per element of the residual stream, if not as all others: autocast leaves it in fp32.
+    """
+
+    fused_loss: bool = False
+    fused_norms: bool = False
+    fused_mlp: bool = False
+    fused_last_norm: bool = False
+    compiled: bool = False  # a block's backward pass makes both gradients of the MLP's inner features at once
+    stream_bytes: int | None = None
+
+
+PLAIN = Kernels()
+
+
+def norm_bytes(shape: ModelShape, element_bytes: int, stream_bytes: int, fused: bool) -> int:
+    """Bytes per feature that a norm keeps: input and output; an RMSNorm written out in torch, which computes in fp32,
+    its input in fp32, what it normalised, and the output."""
+    if fused or shape.norm_bias:
+        return stream_bytes + element_bytes
+    return 4 + stream_bytes + element_bytes
+
+
+def attention_activation_bytes(
+    shape: ModelShape, seq_len: int, element_bytes: int, materialised: bool, dropout: bool
+) -> float:
+    """Bytes per token of attention's queries, keys, values and output, and of its weights if they are stored."""
+    weights = (2 * element_bytes + 1 if dropout else element_bytes) * shape.heads * seq_len if materialised else 0
+    return element_bytes * (2 * shape.query_size + 2 * shape.kv_size) + weights
+
+
 def block_activation_bytes(
     shape: ModelShape,
     seq_len: int,
@@ -95,20 +151,29 @@ def block_activation_bytes(
     element_bytes: int = 2,
     dropout: bool = False,
     materialised: bool = False,
+    kernels: Kernels = Kernels(fused_norms=True),
 ) -> float:
-    """Bytes that one block of any shape keeps: grouped queries keep fewer keys, a gated MLP four inner tensors.
-
-    For a GPT it is :func:`layer_activation_bytes`.
-    """
-    inner = (4 if shape.gated_mlp else 2) * shape.intermediate_size
-    elements = 4 * shape.hidden_size + 2 * shape.query_size + 2 * shape.kv_size + inner
-    per_token = element_bytes * elements + (2 * shape.hidden_size if dropout else 0)
-    if materialised:
-        per_token += (2 * element_bytes + 1 if dropout else element_bytes) * shape.heads * seq_len
+    """Bytes that one block keeps. For a GPT whose activation function is one kernel it is
+    :func:`layer_activation_bytes`; a gated MLP keeps gate, up, their product and, unless fused, the activated gate; a
+    GELU written out in torch keeps three intermediate results more."""
+    if shape.gated_mlp:
+        inner = 3 if kernels.fused_mlp else 4
+    else:
+        inner = 5 if shape.python_gelu and not kernels.fused_mlp else 2
+    per_token: float = (
+        2
+        * shape.hidden_size
+        * norm_bytes(shape, element_bytes, kernels.stream_bytes or element_bytes, kernels.fused_norms)
+    )
+    per_token += attention_activation_bytes(shape, seq_len, element_bytes, materialised, dropout)
+    per_token += element_bytes * inner * shape.intermediate_size + (2 * shape.hidden_size if dropout else 0)
+    if shape.qk_norm:
+        kept = norm_bytes(shape, element_bytes, element_bytes, kernels.fused_norms) - element_bytes
+        per_token += kept * (shape.query_size + shape.kv_size)
     return seq_len * micro_size * per_token
 
 
-def model_activation_bytes(
+def model_activations(
     shape: ModelShape,
     seq_len: int,
     micro_size: int,
@@ -119,31 +184,37 @@ def model_activation_bytes(
     element_bytes: int = 2,
     dropout: bool = False,
     materialised: bool = False,
-) -> float:
-    """Bytes at the end of the forward pass of one micro batch, logits included, under activation checkpointing.
+    kernels: Kernels = Kernels(),
+) -> Activations:
+    """What one micro batch keeps, under activation checkpointing.
 
-    A recomputed block keeps only its input; while the backward pass is in it, its own tensors are there again, so
-    one whole block is added. Recomputed attention keeps its input and output.
+    A recomputed block keeps only its input. The loss holds fp32 logits three times over: themselves, their
+    log-softmax's gradient and their own.
 
     Raises:
         ValueError: an unknown mode or part, or ``every`` below 1.
     """
-    kept = block_activation_bytes(
-        shape, seq_len, micro_size, element_bytes=element_bytes, dropout=dropout, materialised=materialised
-    )
-    output = output_activation_bytes(seq_len, micro_size, shape.hidden_size, shape.vocab_size, element_bytes)
-    if mode == "none":
-        return shape.layers * kept + output
     if mode not in LAYER_MODES or part not in ("block", "attention") or every < 1:
         raise ValueError(f"checkpointing: mode={mode}, part={part}, every={every} is none that can be planned")
-    tokens = seq_len * micro_size
+    block = block_activation_bytes(
+        shape, seq_len, micro_size, element_bytes=element_bytes, dropout=dropout, materialised=materialised,
+        kernels=kernels,
+    )  # fmt: skip
+    tokens, stream = seq_len * micro_size, kernels.stream_bytes or element_bytes
+    last = tokens * shape.hidden_size * norm_bytes(shape, element_bytes, stream, kernels.fused_last_norm)
+    if kernels.fused_loss:
+        last += element_bytes * shape.vocab_size * shape.hidden_size
+    loss = 0 if kernels.fused_loss else 3 * FP32_BYTES * tokens * shape.vocab_size
+    working = 2 * element_bytes * tokens * shape.intermediate_size if kernels.compiled else 0
+    if mode == "none":
+        return Activations(shape.layers * block + last, loss, working, block + working)
     if mode == "selective" and part == "attention":
-        attention = element_bytes * (2 * shape.query_size + 2 * shape.kv_size)
-        if materialised:
-            attention += (2 * element_bytes + 1 if dropout else element_bytes) * shape.heads * seq_len
-        return shape.layers * (kept - tokens * attention) + tokens * attention + output
+        attention = tokens * attention_activation_bytes(shape, seq_len, element_bytes, materialised, dropout)
+        kept = shape.layers * (block - attention)
+        return Activations(kept + last, loss, attention + working, block + working)
     recomputed = shape.layers if mode == "full" else -(-shape.layers // every)
-    return (shape.layers - recomputed) * kept + recomputed * tokens * shape.hidden_size * element_bytes + kept + output
+    kept = (shape.layers - recomputed) * block + recomputed * tokens * shape.hidden_size * stream
+    return Activations(kept + last, loss, block + working, block + working)
 
 
 def zero_activation_bytes(

@@ -11,7 +11,7 @@ import math
 
 from harness.deepspeed_memory import MASTER_BYTES, MOMENTS, STEP_COUNT_BYTES
 from harness.deepspeed_traffic import NORMS
-from harness.memory import StateBytes
+from harness.memory import Moments, StateBytes
 from harness.parameters import Module, Parameter, module_tree, parameters_of
 from harness.shape import ModelShape
 from harness.traffic import Collective
@@ -24,11 +24,23 @@ def optimizer_bytes_per_element(optimizer: str, momentum: bool) -> int:
     return MASTER_BYTES * (MOMENTS[optimizer] if optimizer == "adamw" or momentum else 0)
 
 
-def held_by_ddp(shape: ModelShape, optimizer: str = "adamw", momentum: bool = True) -> StateBytes:
-    """Everything whole and in fp32; gradients are views of the buckets that are all-reduced."""
+def held_by_ddp(
+    shape: ModelShape, element_bytes: int, optimizer: str = "adamw", momentum: bool = True, grad_accum_steps: int = 1
+) -> StateBytes:
+    """Everything whole and in fp32; gradients are views of the buckets that are all-reduced, which stay. Without
+    accumulation the second update lays the buckets out anew while the old are still there. Autocast keeps 16-bit copies
+    of the weights through forward and backward."""
     steps = STEP_COUNT_BYTES * len(parameters_of(shape)) if optimizer == "adamw" else 0
     whole = MASTER_BYTES * shape.params
-    return StateBytes(whole, whole, optimizer_bytes_per_element(optimizer, momentum) * shape.params + steps)
+    copies = element_bytes * shape.params if element_bytes < MASTER_BYTES else 0
+    computing = copies + whole * (2 if grad_accum_steps == 1 else 1)
+    return StateBytes(
+        param=whole,
+        grad=whole,
+        optimizer=optimizer_bytes_per_element(optimizer, momentum) * shape.params + steps,
+        buffer=computing - whole,
+        moments=Moments(loss=computing, first_gradient=computing, last_gradient=computing, update=whole),
+    )
 
 
 def counted_ddp(shape: ModelShape, bucket_mb: float | None = None) -> list[Collective]:
@@ -48,18 +60,31 @@ def shard(parameter: Parameter, world_size: int) -> int:
 
 
 def held_by_fsdp(
-    shape: ModelShape, world_size: int, element_bytes: int, optimizer: str = "adamw", momentum: bool = True
+    shape: ModelShape,
+    world_size: int,
+    element_bytes: int,
+    optimizer: str = "adamw",
+    momentum: bool = True,
+    grad_accum_steps: int = 1,
 ) -> StateBytes:
     """fp32 shards of parameters, gradients and moments; beside them two gathered groups in the run's precision."""
     parameters = parameters_of(shape)
     elements = sum(shard(parameter, world_size) for parameter in parameters)
     steps = STEP_COUNT_BYTES * len(parameters) if optimizer == "adamw" else 0
     groups = sorted((sum(p.elements for p in group) for group in fsdp_groups(shape)), reverse=True)
+    gathered = element_bytes * sum(groups[:2]) if world_size > 1 else 0
+    idle = MASTER_BYTES * shape.params if grad_accum_steps > 1 else 0  # whole until the last micro batch
     return StateBytes(
         param=MASTER_BYTES * elements,
         grad=MASTER_BYTES * elements,
         optimizer=optimizer_bytes_per_element(optimizer, momentum) * elements + steps,
-        buffer=element_bytes * sum(groups[:2]) if world_size > 1 else 0,
+        buffer=gathered,
+        moments=Moments(
+            loss=gathered + idle,
+            first_gradient=gathered + idle,
+            last_gradient=gathered + max(idle, MASTER_BYTES * elements),
+            update=MASTER_BYTES * elements,
+        ),
     )
 
 

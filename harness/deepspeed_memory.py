@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.memory import StateBytes, check_ranks, padded_params
+from harness.memory import Moments, StateBytes, check_ranks, padded_params
 from harness.parameters import Parameter, parameters_of
 from harness.shape import ModelShape
 from harness.zero3 import persistent_parameters
@@ -47,28 +47,45 @@ def held_by_deepspeed(
             param=element_bytes * whole,
             grad=(element_bytes + master) * whole,
             optimizer=(MASTER_BYTES * moments + master) * whole + step_counts * len(parameters),
-            backward_grad=element_bytes * whole,
+            moments=Moments(
+                loss=element_bytes * whole * (grad_accum_steps > 1),
+                last_gradient=element_bytes * whole,
+                update=(element_bytes + master) * whole,
+            ),
         )
     offload = "offload_optimizer" in settings
     per_master = MASTER_BYTES * (1 + moments)
     if stage < 3:
         partition = padded_params(shape.params, world_size) // world_size
-        grad, buffer = MASTER_BYTES * partition, 0
+        reduced = element_bytes * partition
         if offload:
-            buffer = element_bytes * (partition + 2 * max(p.elements for p in parameters))
+            grad = MASTER_BYTES * partition
             if grad_accum_steps > 1:
                 grad += element_bytes * accumulated(parameters, partition)
+            buffer = reduced + 2 * element_bytes * max(p.elements for p in parameters)
+            idle, update = 0, 0
         else:
+            grad = MASTER_BYTES * partition
             buffer = reduction_buffers(settings) * element_bytes
-        backward = element_bytes * (shape.params if stage == 1 else partition)
-        if stage == 1 and grad_accum_steps == 1:
-            backward = max(0, backward - buffer)  # the gradients lie in the buckets
+            idle = element_bytes * (shape.params if stage == 1 else partition) if grad_accum_steps > 1 else 0
+            update = step_gradients(partition, element_bytes)
+            if stage == 1:  # between micro batches stage 1 keeps its buckets
+                idle += buffer * (grad_accum_steps > 1)
+        first = max(idle, buffer)
         return StateBytes(
             param=element_bytes * (padded_params(shape.params, world_size)),
             grad=grad,
             optimizer=per_master * partition + step_counts,
             buffer=buffer,
-            backward_grad=backward,
+            moments=Moments(
+                loss=idle,
+                first_gradient=first,
+                first_bucket=first + reduced,
+                until_bucket=until_first_bucket(shape, settings),
+                last_gradient=buffer + element_bytes * (shape.params if stage == 1 else partition),
+                update=update,
+            ),
+            on_host=per_master * partition if offload else 0,
         )
     groups = sub_groups(parameters, settings["sub_group_size"], world_size)
     partition = sum(groups)
@@ -76,13 +93,34 @@ def held_by_deepspeed(
     threshold = settings["stage3_param_persistence_threshold"]
     persistent = sum(p.elements for p in persistent_parameters(parameters, threshold)) if world_size > 1 else 0
     bucket = settings["reduce_bucket_size"] if settings["contiguous_gradients"] else 0
+    live = min(shape.params, settings["stage3_max_live_parameters"]) if world_size > 1 else 0
+    kept = element_bytes * (persistent + bucket + (0 if offload else partition))
+    update = 0 if offload else element_bytes * (partition - in_step) + step_gradients(in_step, element_bytes)
     return StateBytes(
         param=element_bytes * partition,
         grad=element_bytes * partition + MASTER_BYTES * in_step,
         optimizer=per_master * partition + step_counts * len(groups),
-        buffer=element_bytes * (persistent + bucket),
-        backward_grad=element_bytes * partition,
+        buffer=element_bytes * (persistent + bucket + live),
+        moments=Moments(
+            loss=kept + element_bytes * live,
+            first_gradient=kept + element_bytes * live,
+            last_gradient=kept + element_bytes * live,
+            update=element_bytes * (persistent + bucket) + update,
+        ),
+        on_host=per_master * partition if offload else 0,
     )
+
+
+def until_first_bucket(shape: ModelShape, settings: Mapping[str, Any]) -> float:
+    """Share of the backward pass in which the first bucket of gradients fills; the vocabulary's come before any
+    block's."""
+    head = 0 if shape.tied else shape.vocab_size * shape.hidden_size
+    return min(1.0, max(0, settings["reduce_bucket_size"] - head) / shape.params)
+
+
+def step_gradients(elements: int, element_bytes: int) -> int:
+    """Bytes of gradients while they are made fp32 for the optimizer: as reduced, flattened, and converted."""
+    return elements * (2 * element_bytes + (MASTER_BYTES if element_bytes < MASTER_BYTES else 0))
 
 
 def reduction_buffers(settings: Mapping[str, Any]) -> int:

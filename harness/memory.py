@@ -8,6 +8,10 @@ published ones differ by two thirds: every number here names its own. GB are 10^
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.activation import Activations
 
 STAGES = (0, 1, 2, 3)
 
@@ -74,33 +78,42 @@ CONVENTIONS = {
 
 
 @dataclass(frozen=True)
+class Moments:
+    """Bytes on a device beside parameters, optimizer states, fixed buffers and activations, at moments of an update."""
+
+    loss: float = 0.0  # every activation is kept
+    first_gradient: float = 0.0  # the same, and the buckets for gradients have been made
+    first_bucket: float = 0.0  # the first bucket is full and has been reduced
+    until_bucket: float = 0.0  # share of the backward pass, and so of activations, that is over by then
+    last_gradient: float = 0.0  # activations are gone, but for one block's
+    update: float = 0.0  # gradients and copies of them in the optimizer's step
+
+    def most(self, activations: Activations) -> float:
+        """The largest sum with activations at any of them."""
+        kept, recomputed = activations.kept, activations.recomputed
+        return max(
+            self.loss + kept + activations.loss,
+            self.first_gradient + kept + recomputed,
+            self.first_bucket + kept * (1 - self.until_bucket) + recomputed,
+            self.last_gradient + activations.block,
+            self.update,
+        )
+
+
+@dataclass(frozen=True)
 class StateBytes:
     """Bytes of model states on one rank, by part."""
 
     param: float
-    grad: float
+    grad: float  # just before an update
     optimizer: float
     buffer: float = 0.0  # gathered layers and communication buffers
-    backward_grad: float | None = None  # gradients outside buffers in the backward pass; None: as in the step
+    moments: Moments = field(default_factory=Moments)
+    on_host: float = 0.0  # how much of it lies in the host's memory
 
-    def peak(self, activation: float) -> float:
-        """The most there is at once: gradients and activations in the backward pass, or gradients in the step."""
-        backward = (self.grad if self.backward_grad is None else self.backward_grad) + activation
-        return self.param + self.optimizer + self.buffer + max(self.grad, backward)
-
-    def activation_room(self, memory: float) -> float:
-        """Bytes left for activations in so much memory; negative if the states alone do not fit."""
-        return (
-            memory - self.peak(0.0)
-            if self.peak(0.0) > memory
-            else memory
-            - (
-                self.param
-                + self.optimizer
-                + self.buffer
-                + (self.grad if self.backward_grad is None else self.backward_grad)
-            )
-        )
+    def peak(self, activations: Activations) -> float:
+        """The most there is on the device at once."""
+        return self.param + self.optimizer - self.on_host + self.moments.most(activations)
 
     @property
     def total(self) -> float:

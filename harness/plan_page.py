@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config import grad_accum_steps
 from harness.memory import model_state_bytes
-from harness.prediction import activation_bytes
+from harness.prediction import activations
 from harness.scenario import Row, WorldPlan
 
 if TYPE_CHECKING:
@@ -56,18 +56,19 @@ def world_dict(plan: Plan, world: WorldPlan) -> dict[str, Any]:
         "global_batch_size": row.batch.global_size,
         "micro_batch_size": row.batch.micro_size,
         "grad_accum_steps": grad_accum_steps(row.batch),
-        "activation_bytes": activations(plan, row),
+        "activation_bytes": activations_by_mode(plan, row),
         "cheapest": world.cheapest,
         "rows": [row_dict(plan, row) for row in world.rows],
     }
 
 
-def activations(plan: Plan, row: Row) -> dict[str, float]:
+def activations_by_mode(plan: Plan, row: Row) -> dict[str, float]:
     """Bytes of one micro batch's activations by checkpointing mode."""
     from dataclasses import replace
 
     config = replace(plan.config, batch=row.batch)
-    return {mode: activation_bytes(config, plan.shape, mode) for mode in ("none", "selective", "full")}
+    kind = row.prediction.kind
+    return {mode: activations(config, plan.shape, kind, mode).most for mode in ("none", "selective", "full")}
 
 
 def row_dict(plan: Plan, row: Row) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def row_dict(plan: Plan, row: Row) -> dict[str, Any]:
         "grad_bytes": p.states.grad,
         "optimizer_bytes": p.states.optimizer,
         "buffer_bytes": p.states.buffer,
-        "activation_bytes": p.activation_bytes,
+        "activation_bytes": p.activations.most,
         "peak_memory_bytes": p.memory_bytes,
         "state_bytes_by_convention": {name: convention_bytes(plan, row, name) for name in CONVENTIONS},
         "fits": p.fits,
@@ -111,7 +112,7 @@ def print_plan(plan: Plan) -> None:
     console.print(f"on {machine.name}, {memory}; {number_text(plan.tokens)} tokens to train on", markup=False)
     console.print(
         "Bytes of one rank as each engine really holds them: parameters that forward reads, gradients, moments and fp32 "
-        "master weights, buffers and gathered parameters, activations of one micro batch. Beside them the states by two "
+        "master weights, buffers and gathered parameters, activations of one micro batch; total: the most at one time. Beside them the states by two "
         "conventions: 12 bytes per parameter (no fp32 master weights) and the ZeRO paper's 16. micro: the largest micro "
         "batch that fits. sent: by one rank per update, in rings.",
         markup=False,
@@ -139,7 +140,7 @@ def print_world(console: Any, plan: Plan, world: WorldPlan) -> None:
     if world.assumed:
         console.print(world.assumed, markup=False)
     kept = ", ".join(
-        f"{bytes_text(count)} with checkpointing={mode}" for mode, count in activations(plan, first).items()
+        f"{bytes_text(count)} with checkpointing={mode}" for mode, count in activations_by_mode(plan, first).items()
     )
     console.print(f"activations: {kept}", markup=False)
     unit, scale = unit_of([row.prediction.memory_bytes for row in world.rows])
@@ -149,7 +150,14 @@ def print_world(console: Any, plan: Plan, world: WorldPlan) -> None:
         table.add_column(head, justify="left" if head == unit else "right", no_wrap=True)
     for row in world.rows:
         p = row.prediction
-        parts = (p.states.param, p.states.grad, p.states.optimizer, p.states.buffer, p.activation_bytes, p.memory_bytes)
+        parts = (
+            p.states.param,
+            p.states.grad,
+            p.states.optimizer,
+            p.states.buffer,
+            p.activations.most,
+            p.memory_bytes,
+        )
         numbers = [*parts, *(convention_bytes(plan, row, name) for name in CONVENTIONS)]
         table.add_row(
             NAMES[p.kind],

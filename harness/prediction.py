@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness import baselines, scaling, traffic
-from harness.activation import model_activation_bytes
+from harness.activation import Activations, Kernels, model_activations
 from harness.config import CheckpointingConfig, Config, grad_accum_steps
 from harness.deepspeed_memory import held_by_deepspeed
 from harness.deepspeed_traffic import NORMS, counted_collectives
@@ -33,7 +33,7 @@ class Prediction:
     kind: str
     world_size: int
     states: StateBytes
-    activation_bytes: float
+    activations: Activations
     collectives: tuple[Collective, ...]
     compute_s: float | None
     communication_s: float | None
@@ -46,7 +46,7 @@ class Prediction:
     @property
     def memory_bytes(self) -> float:
         """The most that states, buffers and activations take at once."""
-        return self.states.peak(self.activation_bytes)
+        return self.states.peak(self.activations)
 
     @property
     def fits(self) -> bool | None:
@@ -114,7 +114,7 @@ def predict(config: Config, shape: ModelShape, machine: Machine, kind: str, worl
         kind=kind,
         world_size=world_size,
         states=states,
-        activation_bytes=activation_bytes(config, shape),
+        activations=activations(config, shape, kind),
         collectives=tuple(collectives),
         compute_s=compute,
         communication_s=None if times is None else sum(times.values()),
@@ -132,12 +132,12 @@ def held_and_sent(config: Config, shape: ModelShape, kind: str, world_size: int)
     optimizer, momentum = config.optimizer.kind, getattr(config.optimizer, "momentum", 0) > 0
     if kind == "ddp":
         return (
-            baselines.held_by_ddp(shape, optimizer, momentum),
+            baselines.held_by_ddp(shape, element_bytes, optimizer, momentum, accumulation),
             baselines.counted_ddp(shape, config.engine.bucket_mb),
         )
     if kind == "fsdp":
         return (
-            baselines.held_by_fsdp(shape, world_size, element_bytes, optimizer, momentum),
+            baselines.held_by_fsdp(shape, world_size, element_bytes, optimizer, momentum, accumulation),
             baselines.counted_fsdp(
                 shape, world_size, element_bytes, accumulation, getattr(config.engine, "reshard", True)
             ),
@@ -169,23 +169,34 @@ def recompute_of(checkpointing: CheckpointingConfig) -> Recompute:
     return Recompute(checkpointing.mode, checkpointing.every, checkpointing.part, checkpointing.reentrant)
 
 
-def activation_bytes(config: Config, shape: ModelShape, mode: str | None = None) -> float:
-    """Bytes that one micro batch keeps for its backward pass.
+def activations(config: Config, shape: ModelShape, kind: str, mode: str | None = None) -> Activations:
+    """What one micro batch takes.
 
     Args:
+        kind: one of :data:`KINDS`.
         mode: of activation checkpointing instead of the config's.
     """
     assert config.batch.micro_size is not None
-    return model_activation_bytes(
+    element_bytes, compiled = bytes_per_element(config), config.model.compile
+    liger = config.model.kernels == "liger"
+    return model_activations(
         shape,
         config.data.seq_len,
         config.batch.micro_size,
         mode or config.checkpointing.mode,
         every=config.checkpointing.every,
         part=config.checkpointing.part,
-        element_bytes=bytes_per_element(config),
+        element_bytes=element_bytes,
         dropout=config.model.dropout > 0,
         materialised=config.model.attention == "eager",
+        kernels=Kernels(
+            fused_loss=liger,
+            fused_norms=liger or compiled,
+            fused_mlp=liger or compiled,
+            fused_last_norm=liger and not compiled,
+            compiled=compiled,
+            stream_bytes=4 if kind == "ddp" else None,
+        ),
     )
 
 

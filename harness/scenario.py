@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import bisect
 from dataclasses import dataclass, replace
 
 from harness.config import BatchConfig, Config, ConfigError, resolve_batch
 from harness.machine import Machine
-from harness.prediction import KINDS, Prediction, activation_bytes, predict
+from harness.prediction import KINDS, Prediction, activations, predict
 from harness.shape import ModelShape
 
 
@@ -77,8 +77,12 @@ def batch_of(batch: BatchConfig, world_size: int) -> tuple[BatchConfig, str]:
 
 def largest_micro_size(config: Config, shape: ModelShape, prediction: Prediction) -> int | None:
     """The largest micro batch whose memory fits beside the states, in sequences."""
-    if prediction.device_memory_bytes is None:
+    memory = prediction.device_memory_bytes
+    if memory is None:
         return None
-    assert config.batch.micro_size is not None
-    one = activation_bytes(replace(config, batch=replace(config.batch, micro_size=1)), shape)
-    return max(0, math.floor(prediction.states.activation_room(prediction.device_memory_bytes) / one))
+
+    def needed(micro_size: int) -> float:
+        batch = replace(config.batch, micro_size=micro_size)
+        return prediction.states.peak(activations(replace(config, batch=batch), shape, prediction.kind))
+
+    return bisect.bisect_right(range(1, 2**20), memory, key=needed)

@@ -31,6 +31,7 @@ class ModelShape:
     mlp_bias: bool = False
     norm_bias: bool = False  # LayerNorm with bias instead of RMSNorm
     qk_norm: bool = False
+    python_gelu: bool = False  # the MLP's activation function is written out in torch: gelu_new, gelu_fast
 
     @property
     def query_size(self) -> int:
@@ -100,12 +101,13 @@ class Family:
     mlp_bias: bool = False
     norm_bias: bool = False
     qk_norm: bool = False
+    python_gelu: bool = False
 
 
 LLAMA = Family()
 BIASED = Family(gated_mlp=False, qkv_bias=True, out_bias=True, mlp_bias=True, norm_bias=True)
 FAMILIES = {
-    "gpt2": replace(BIASED, learned_positions=True, tied=True, fused_qkv=True),
+    "gpt2": replace(BIASED, learned_positions=True, tied=True, fused_qkv=True, python_gelu=True),
     "gpt_neox": replace(BIASED, fused_qkv=True),
     "starcoder2": replace(BIASED, tied=True),
     "llama": LLAMA,
@@ -136,6 +138,7 @@ def read_shape(config: Mapping[str, Any], family: str | None = None) -> ModelSha
     heads = size_of(config, "num_attention_heads", "n_head")
     intermediate = size_of(config, "intermediate_size", "n_inner", default=None if traits.gated_mlp else 4 * hidden)
     positions = size_of(config, "max_position_embeddings", "n_positions") if traits.learned_positions else 0
+    function = config.get("activation_function", config.get("hidden_act"))
     attention_bias = config.get("attention_bias")
     all_bias = config.get("use_bias")
 
@@ -161,6 +164,7 @@ def read_shape(config: Mapping[str, Any], family: str | None = None) -> ModelSha
         mlp_bias=has_bias(config.get("mlp_bias"), traits.mlp_bias),
         norm_bias=traits.norm_bias,
         qk_norm=traits.qk_norm,
+        python_gelu=traits.python_gelu if function is None else function in ("gelu_new", "gelu_fast"),
     )
 
 
