@@ -122,7 +122,7 @@ class World:
 
 
 def fix_threads() -> None:
-    """The same threads per rank in every world of a machine, unless OMP_NUM_THREADS says otherwise."""
+    """Share the cores out over this machine's ranks, unless OMP_NUM_THREADS says otherwise."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_on_host()))
 

@@ -7,6 +7,7 @@ next point goes on. A sweep that is started again does only what is missing.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from harness.compose import check_gpus, decide, refuse_multirun, reproducing_command
@@ -75,6 +77,8 @@ class Sweep:
 
     def __call__(self, composed: DictConfig) -> float:
         """The objective of one point; nan where it has none."""
+        if self.done == 0:
+            share_threads(self.arguments)
         self.done += 1
         total = count_points(self.arguments)
         heading = f"[{self.done}/{total or '?'}]"
@@ -148,18 +152,37 @@ class Sweep:
         print(text, file=sys.stderr, flush=True)
 
 
+def swept(arguments: list[str]) -> list[Override]:
+    """What a multirun varies: the choices of the command line and, where it has none for a key, of an exp."""
+    params = HydraConfig.get().sweeper.get("params") or {}
+    choices = [argument for argument in arguments if not argument.startswith("-") and "=" in argument]
+    all_choices = [*(f"{key}={value}" for key, value in params.items()), *choices]
+    by_key = {each.get_key_element(): each for each in OverridesParser.create().parse_overrides(all_choices)}
+    return [override for override in by_key.values() if override.is_sweep_override()]
+
+
 def count_points(arguments: list[str]) -> int | None:
     """How many points a multirun has: the product of its choices, or an adaptive sweeper's number of trials."""
     sweeper: Any = HydraConfig.get().sweeper
     if "n_trials" in sweeper:
         return sweeper.n_trials
-    choices = [argument for argument in arguments if not argument.startswith("-") and "=" in argument]
-    params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-    by_key = {each.get_key_element(): each for each in OverridesParser.create().parse_overrides([*params, *choices])}
     points = 1
-    for override in by_key.values():  # the command line's choice replaces an exp's
-        if override.is_sweep_override():
-            if not (override.is_choice_sweep() or override.is_range_sweep()):
-                return None  # a glob, or what an adaptive sweeper draws from
-            points *= sum(1 for _ in override.sweep_string_iterator())
+    for override in swept(arguments):
+        if not (override.is_choice_sweep() or override.is_range_sweep()):
+            return None  # a glob, or what an adaptive sweeper draws from
+        points *= sum(1 for _ in override.sweep_string_iterator())
     return points
+
+
+def share_threads(arguments: list[str]) -> None:
+    """Give a rank as many threads in every world of a sweep as it has in the largest, unless OMP_NUM_THREADS says
+    otherwise: else a small world on CPUs would have more of the machine per rank than a large one."""
+    worlds = [
+        int(value)
+        for override in swept(arguments)
+        if override.key_or_group == "launch.world_size" and (override.is_choice_sweep() or override.is_range_sweep())
+        for value in override.sweep_string_iterator()
+        if str(value).isdigit()
+    ]
+    if worlds:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // max(1, *worlds))))

@@ -2,12 +2,16 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 
 from harness.rundir import RunDir
+from harness.sweep import share_threads
 from tests.launched import FORMS, MAIN, QUICK, ROOT, Launched, still_alive
 
 # One sweep over learning rates; a run's name tells its batch, so the fault is chosen by that.
@@ -148,3 +152,23 @@ def test_two_sweeps_on_one_study_do_not_clobber(tmp_path):
     runs = [RunDir(path.parent) for path in tmp_path.glob("runs/default/*/status.json")]
     assert [run.read_status()["status"] for run in runs] == ["completed"] * 2
     assert [[row["step"] for row in run.read_metrics()] for run in runs] == [[1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize(
+    ("params", "arguments", "threads"),
+    [
+        ({}, ["-m", "launch.world_size=1,2,4", "seed=0,1"], "2"),
+        ({"launch.world_size": "1,2"}, ["-m"], "4"),
+        ({"launch.world_size": "1,2"}, ["-m", "launch.world_size=1,16"], "1"),
+        ({}, ["-m", "seed=0,1"], None),
+    ],
+)
+def test_a_rank_has_the_same_threads_in_every_world_of_a_sweep(params, arguments, threads, monkeypatch):
+    monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(sweeper={"params": params}))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "environ", {})
+    share_threads(arguments)
+    assert os.environ.get("OMP_NUM_THREADS") == threads
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "3"})
+    share_threads(arguments)
+    assert os.environ["OMP_NUM_THREADS"] == "3"
