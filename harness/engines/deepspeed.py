@@ -15,7 +15,7 @@ from harness.checkpoint import Fragment
 from harness.config import Config
 from harness.ds_config import build_ds_config
 from harness.engines import build_optimizer
-from harness.measure.memory import unique_bytes
+from harness.measure.memory import HeldBytes
 from harness.model import blocks, build_model, meta_model
 from harness.ranks import World
 
@@ -49,9 +49,6 @@ class DeepSpeedEngine:
         parameters = list(model.parameters())
         self.optimizer = build_optimizer(config, parameters)
         self.arithmetic = "fp32" if self.dtype == torch.float32 else f"{config.precision} weights, fp32 master weights"
-        self._updates = 0
-        self._first_moved: int | None = None  # the update in which the weights first moved
-        self._held: dict[str, int] = {}
         self._norm: torch.Tensor | None = None
         self._clip_norm = config.optimizer.clip_norm
         self.engine, *_ = deepspeed.initialize(
@@ -64,7 +61,7 @@ class DeepSpeedEngine:
         for state in self.optimizer.state.values():
             if "step" in state:  # stage 0 in 16 bit allocates the state by a step on zeros, which must not count
                 state["step"].zero_()
-        self.optimizer.register_step_pre_hook(self._before_inner_step)
+        self._held = HeldBytes(self.optimizer, self._held_tensors)
 
     def _partition(self, unit: nn.Module) -> None:
         """Shard a unit's parameters over the ranks; its buffers stay whole."""
@@ -123,7 +120,7 @@ class DeepSpeedEngine:
         if self._clip_norm == 0 and self.engine.optimizer is self.optimizer:
             self._clip_unsharded()
         self.engine.step()
-        self._updates += 1
+        self._held.updates += 1
         return self._norm if self._norm is not None else self.engine.get_global_grad_norm()
 
     def _clip_unsharded(self) -> None:
@@ -145,13 +142,7 @@ class DeepSpeedEngine:
         return self.engine.skipped_steps
 
     def held_bytes(self) -> dict[str, int]:
-        return self._held
-
-    def _before_inner_step(self, *_: Any) -> None:
-        if self._first_moved is None:
-            self._first_moved = self._updates
-        elif self._updates > self._first_moved and not self._held:
-            self._held = {kind: unique_bytes(tensors) for kind, tensors in self._held_tensors().items()}
+        return self._held.bytes
 
     def _held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor of the model's state that this rank holds, by what it is for."""

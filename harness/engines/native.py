@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from harness.checkpoint import Fragment
 from harness.config import Config
 from harness.engines import build_optimizer
-from harness.measure.memory import local_part, unique_bytes
+from harness.measure.memory import HeldBytes, local_part
 from harness.model import LossModel
 from harness.ranks import World
 
@@ -44,12 +44,9 @@ class NativeEngine:
         self.parameters = list(model.parameters())
         self.n_params = sum(p.numel() for p in self.parameters)
         self.optimizer = build_optimizer(config, self.parameters)
-        self.optimizer.register_step_pre_hook(self._before_inner_step)
+        self._held = HeldBytes(self.optimizer, self._held_tensors)
         self._sharded = sharded
         self._clip_norm = config.optimizer.clip_norm
-        self._updates = 0
-        self._first_moved: int | None = None  # the update in which the weights first moved
-        self._held: dict[str, int] = {}
 
     @property
     def loss_model(self) -> LossModel:
@@ -83,7 +80,7 @@ class NativeEngine:
         norm = self._clip()
         self.optimizer.step()
         self.clear_gradients()
-        self._updates += 1
+        self._held.updates += 1
         return norm
 
     def _clip(self) -> torch.Tensor:
@@ -107,19 +104,12 @@ class NativeEngine:
         return loss
 
     def held_bytes(self) -> dict[str, int]:
-        return self._held
+        return self._held.bytes
 
-    def _before_inner_step(self, *_: Any) -> None:
-        if self._first_moved is None:
-            self._first_moved = self._updates
-        elif self._updates > self._first_moved and not self._held:
-            states = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-            held: dict[str, list[Any]] = {
-                "param": self.parameters,
-                "grad": [p.grad for p in self.parameters],
-                "optimizer": states,
-            }
-            self._held = {kind: unique_bytes(t for t in tensors if t is not None) for kind, tensors in held.items()}
+    def _held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        states = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        return {"param": [*self.parameters], "grad": gradients, "optimizer": states}
 
     @property
     def sharded(self) -> bool:

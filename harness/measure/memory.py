@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import psutil
 import torch
@@ -22,6 +23,28 @@ def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     parts = [local_part(tensor) for tensor in tensors]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts if t.numel()}
     return sum(storages.values())
+
+
+class HeldBytes:
+    """What a rank holds just before its second update, when optimizer states exist and gradients are there.
+
+    Args:
+        optimizer: its steps are watched; a step that an engine or a delay makes without moving weights comes before.
+        held: the tensors by kind.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, held: Callable[[], dict[str, list[torch.Tensor]]]):
+        self.bytes: dict[str, int] = {}
+        self.updates = 0  # of the engine
+        self._held = held
+        self._first_moved: int | None = None  # the update in which the weights first moved
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, *_: Any) -> None:
+        if self._first_moved is None:
+            self._first_moved = self.updates
+        elif self.updates > self._first_moved and not self.bytes:
+            self.bytes = {kind: unique_bytes(tensors) for kind, tensors in self._held().items()}
 
 
 def free_memory_bytes(device: torch.device) -> int:
