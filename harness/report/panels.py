@@ -101,7 +101,7 @@ def draw_points(axis: Axes, panel: Panel) -> dict[str, Any]:
 
 def set_scale(axis: Axes, panel: Panel, measured: list[Line], scale: float) -> None:
     """Ticks at the sizes that were run, and a y-axis that neither a diverged run nor a wide range makes unreadable."""
-    from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
     if panel.steps:
         places = {x for line in measured for x in line.x}
@@ -111,16 +111,16 @@ def set_scale(axis: Axes, panel: Panel, measured: list[Line], scale: float) -> N
         axis.xaxis.set_minor_locator(NullLocator())
         axis.set_xlim(min(places | missing) / 1.25, max(places | missing) * 1.3)
     else:
-        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.xaxis.set_major_formatter(FuncFormatter(short))
         axis.margins(x=0.02)
     if panel.quantity == "percent":
         axis.yaxis.set_major_formatter(PercentFormatter(xmax=1))
     elif panel.quantity == "number" and panel.zero:
-        axis.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.yaxis.set_major_formatter(FuncFormatter(short))
     values = [value * scale for line in measured for value in line.y if value > 0]
     if panel.zero and panel.steps and values and panel.quantity != "percent" and max(values) > 20 * min(values):
         axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(EngFormatter(sep="") if panel.quantity == "number" else FuncFormatter(plain))
+        axis.yaxis.set_major_formatter(FuncFormatter(short) if panel.quantity == "number" else FuncFormatter(plain))
     elif panel.zero:
         axis.set_ylim(bottom=0, top=max([1.0 if panel.quantity == "percent" else 0, *axis.get_ylim()]) * 1.06)
     else:
@@ -148,6 +148,14 @@ def apart(places: list[float], missing: list[float]) -> list[float]:
         if all(max(place, tick) / min(place, tick) >= least for tick in ticks):
             ticks.append(place)
     return sorted(ticks)
+
+
+def short(value: float, _: int) -> str:
+    """A tick's label with k, M or G for thousands."""
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:g}{letter}"
+    return f"{value:g}"
 
 
 def plain(value: float, _: Any) -> str:
