@@ -24,6 +24,7 @@ from harness.config import Config, ConfigError, DataConfig
 from harness.documents import (
     Document,
     find_source,
+    in_parts,
     open_dataset,
     open_tokenizer,
     tokenizer_files,
@@ -234,6 +235,7 @@ def open_data(config: Config, vocab_size: int) -> Data:
 
 def open_stored(data: DataConfig, needed: int) -> Corpus:
     """The sequences of a corpus on disk, at least ``needed`` of them to train on."""
+    held_out = [] if data.eval_split is None else open_eval_split(data)
     array, bounds, fingerprint = open_tokens(data)
     starts, ends = cut(bounds, data.seq_len, data.pack)
     counts = ends - starts - 1
@@ -250,7 +252,6 @@ def open_stored(data: DataConfig, needed: int) -> Corpus:
         )
     if data.eval_split is None:
         return stored
-    held_out = first_sequences(open_dataset(data, "eval_split")[0], data, "eval_split")
     return SplitCorpus(stored, held_out, hash_sequences(fingerprint, held_out))
 
 
@@ -260,7 +261,7 @@ def open_stream(data: DataConfig) -> Corpus:
     if data.eval_split is None:
         held_out, left_out = first_sequences(rows, data, "split"), data.eval_samples
     else:
-        held_out, left_out = first_sequences(open_dataset(data, "eval_split")[0], data, "eval_split"), 0
+        held_out, left_out = open_eval_split(data), 0
     cutting = [data.tokenizer, data.seq_len, data.pack, left_out]
     training = StreamedCorpus(
         rows, data, left_out, cache_dir(data) / hash_key([identity, *cutting, tokenizer_files(data)])
@@ -268,6 +269,12 @@ def open_stream(data: DataConfig) -> Corpus:
     # A fingerprint is that of the content, wherever it lies: of a stream, its beginning.
     fingerprint = hash_sequences(json.dumps(cutting), [*held_out, training.tokens(0)])
     return SplitCorpus(training, held_out, fingerprint)
+
+
+def open_eval_split(data: DataConfig) -> list[np.ndarray]:
+    """The first ``data.eval_samples`` sequences of ``data.eval_split``."""
+    rows, _ = open_dataset(data, "eval_split")
+    return first_sequences(rows, data, "eval_split")
 
 
 def hash_sequences(start: str, sequences: list[np.ndarray]) -> str:
@@ -319,12 +326,12 @@ def build_tokens(source: Iterator[Document], data: DataConfig, folder: Path) -> 
     work = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         with open(work / "raw", "wb") as raw:
-            for document in source:
-                tokens = encode(document)
-                raw.write(tokens.tobytes())
-                digest.update(tokens.tobytes())
-                total += len(tokens)
-                bounds.append(total)
+            for part in in_parts(source):
+                for tokens in encode(part):
+                    raw.write(tokens.tobytes())
+                    digest.update(tokens.tobytes())
+                    total += len(tokens)
+                    bounds.append(total)
         dtype = tokens.dtype if total else np.dtype(np.uint8)
         np.save(work / "tokens.npy", np.fromfile(work / "raw", dtype=dtype))
         np.save(work / "bounds.npy", np.asarray(bounds, dtype=np.int64))

@@ -17,6 +17,7 @@ from harness.config import ConfigError, DataConfig
 
 BYTE_VOCABULARY = 256
 DOCUMENT_END = 0  # byte that ends a document; text has no NUL
+PART = 2**18  # characters tokenised at once, on all cores
 
 Document = str | bytes | tuple[str, str]  # a text, or a prompt and the response to it
 
@@ -106,7 +107,9 @@ def load_saved(data: DataConfig, key: str) -> tuple[Any, list[Any]]:
     try:
         dataset = datasets.load_from_disk(path)
     except Exception as error:
-        raise ConfigError(f"data.path={path}: not a save_to_disk folder ({one_line(error)})") from error
+        raise ConfigError(
+            f"data.path={path}: not a save_to_disk folder, or one with an empty split ({one_line(error)})"
+        ) from error
     split = getattr(data, key)
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
@@ -154,6 +157,20 @@ def read_rows(rows: Iterable[dict[str, Any]], data: DataConfig) -> Iterator[Docu
         yield row[data.column] if data.prompt_column is None else (row[data.prompt_column], row[data.column])
 
 
+def in_parts(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents in lists of at least :data:`PART` characters each, but for the last."""
+    part: list[Document] = []
+    size = 0
+    for document in documents:
+        part.append(document)
+        size += sum(map(len, document)) if isinstance(document, tuple) else len(document)
+        if size >= PART:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
 def one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
@@ -184,8 +201,8 @@ def tokenizer_size(data: DataConfig) -> int:
     return BYTE_VOCABULARY if data.tokenizer == "bytes" else len(load_tokenizer(data.tokenizer))
 
 
-def open_tokenizer(data: DataConfig) -> Callable[[Document], np.ndarray]:
-    """A function from a document to its tokens, in the smallest dtype that holds the tokenizer's, its end included.
+def open_tokenizer(data: DataConfig) -> Callable[[list[Document]], list[np.ndarray]]:
+    """A function from documents to the tokens of each, its end included, in the smallest dtype that holds them.
 
     Token ``t`` of a prompt is kept as ``-1 - t``, in a signed dtype: it is read and never predicted.
     """
@@ -197,15 +214,20 @@ def open_tokenizer(data: DataConfig) -> Callable[[Document], np.ndarray]:
         size, end = len(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     dtype = np.min_scalar_type(size - 1 if data.prompt_column is None else -size)
 
-    def split(text: str | bytes) -> Any:
+    def split(texts: list[str | bytes]) -> list[Any]:
         if data.tokenizer == "bytes":
-            return np.frombuffer(text.encode("utf-8", "replace") if isinstance(text, str) else text, dtype=np.uint8)
-        text = text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+            raw = [text.encode("utf-8", "replace") if isinstance(text, str) else text for text in texts]
+            return [np.frombuffer(text, dtype=np.uint8) for text in raw]
+        decoded = [text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text for text in texts]
+        return tokenizer(decoded, add_special_tokens=False)["input_ids"]
 
-    def encode(document: Document) -> np.ndarray:
-        prompt, text = document if isinstance(document, tuple) else ("", document)
-        read = -1 - np.array(split(prompt), dtype=np.int64)
-        return np.concatenate([read, split(text), end]).astype(dtype)
+    def encode(documents: list[Document]) -> list[np.ndarray]:
+        pairs = [document if isinstance(document, tuple) else ("", document) for document in documents]
+        texts = split([text for _, text in pairs])
+        if data.prompt_column is None:
+            return [np.concatenate([tokens, end]).astype(dtype) for tokens in texts]
+        prompts = split([prompt for prompt, _ in pairs])
+        read = [-1 - np.array(prompt, dtype=np.int64) for prompt in prompts]
+        return [np.concatenate([*both, end]).astype(dtype) for both in zip(read, texts, strict=True)]
 
     return encode

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from harness.config import ConfigError, DataConfig
-from harness.documents import open_tokenizer, read_rows
+from harness.documents import in_parts, open_tokenizer, read_rows
 
 NOTHING: np.ndarray = np.zeros(0, dtype=np.uint8)
 START = {"index": 0, "place": 0, "rest": [], "state": None}  # the bookmark of the beginning
@@ -47,9 +47,10 @@ def first_sequences(rows: Any, data: DataConfig, key: str) -> list[np.ndarray]:
 
     def cut() -> Iterator[np.ndarray]:
         rest = NOTHING
-        for document in read_rows(rows, data):
-            sequences, rest = cut_document(rest, encode(document), data.seq_len, data.pack)
-            yield from sequences
+        for part in in_parts(read_rows(rows, data)):
+            for tokens in encode(part):
+                sequences, rest = cut_document(rest, tokens, data.seq_len, data.pack)
+                yield from sequences
 
     found = list(islice(cut(), data.eval_samples))
     if len(found) < data.eval_samples:
@@ -122,18 +123,18 @@ class StreamedCorpus:
         waiting, marked = np.array(rest, dtype=np.int64), index // self.SPACING
         while True:
             self.rows.load_state_dict(state)
-            for document in read_rows(self.rows, self.data):
-                sequences, waiting = cut_document(waiting, self._encode(document), self.data.seq_len, self.data.pack)
-                for sequence in sequences:
-                    if place >= self.left_out:
-                        yield sequence
-                        index += 1
-                    place += 1
+            for part in in_parts(read_rows(self.rows, self.data)):
+                for tokens in self._encode(part):
+                    sequences, waiting = cut_document(waiting, tokens, self.data.seq_len, self.data.pack)
+                    for sequence in sequences:
+                        if place >= self.left_out:
+                            yield sequence
+                            index += 1
+                        place += 1
                 if index // self.SPACING > marked:
                     marked = index // self.SPACING
-                    self._keep(
-                        {"index": index, "place": place, "rest": waiting.tolist(), "state": self.rows.state_dict()}
-                    )
+                    mark = {"index": index, "place": place, "rest": waiting.tolist(), "state": self.rows.state_dict()}
+                    self._keep(mark)
             if place <= self.left_out:
                 raise ConfigError(
                     f"data.split={self.data.split}: {place} sequences of {self.data.seq_len} tokens less {self.left_out} "
