@@ -103,7 +103,7 @@ class SplitCorpus:
         return self.training.train_size
 
     def targets(self, indices: np.ndarray) -> np.ndarray:
-        if len(indices) and indices[0] >= HELD_OUT:
+        if len(indices) == 0 or indices[0] >= HELD_OUT:
             return np.array([count_targets(self.tokens(int(index))) for index in indices])
         return self.training.targets(indices)
 
@@ -262,10 +262,9 @@ def open_stream(data: DataConfig) -> Corpus:
         held_out, left_out = first_sequences(rows, data, "split"), data.eval_samples
     else:
         held_out, left_out = open_eval_split(data), 0
-    cutting = [data.tokenizer, data.seq_len, data.pack, left_out]
-    training = StreamedCorpus(
-        rows, data, left_out, cache_dir(data) / hash_key([identity, *cutting, tokenizer_files(data)])
-    )
+    cutting = [data.seq_len, data.pack, left_out]
+    folder = cache_dir(data) / hash_key([identity, cutting, data.tokenizer, tokenizer_files(data)])
+    training = StreamedCorpus(rows, data, left_out, folder)
     # A fingerprint is that of the content, wherever it lies: of a stream, its beginning.
     fingerprint = hash_sequences(json.dumps(cutting), [*held_out, training.tokens(0)])
     return SplitCorpus(training, held_out, fingerprint)

@@ -122,7 +122,9 @@ def sequences_on_disk(folder, kind):
 
 def test_json_files_are_a_data_set_without_streaming_too(folder, monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    overrides = hub(tmp_path, "data.name=json", f"data.files=[{folder}/part0.jsonl,{folder}/part[12].jsonl]", PROMPTS)
+    overrides = hub(
+        tmp_path, "data.name=json", f"data.files=['{folder}/part0.jsonl','{folder}/part[12].jsonl']", PROMPTS
+    )
     corpus = open_data(compose(*overrides, "data.eval_samples=0"), 256).corpus
     assert [corpus.tokens(i).tolist() for i in range(corpus.train_size)] == sequences_on_disk(folder, [PROMPTS])
 
