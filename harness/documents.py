@@ -83,7 +83,10 @@ def open_dataset(data: DataConfig, key: str) -> tuple[Any, list[Any]]:
     datasets.disable_progress_bars()
     asked = f"data.{key}={getattr(data, key)}"
     dataset, identity = load_saved(data, key) if data.path is not None else load_named(data, key)
-    first = next(iter(dataset), None)
+    try:
+        first = next(iter(dataset), None)
+    except Exception as error:
+        raise ConfigError(f"{asked}: cannot be read ({one_line(error)})") from error
     if first is None:
         raise ConfigError(f"{asked}: is empty; choose another split, or a data set that holds rows")
     texts = [column for column, value in first.items() if isinstance(value, str)]

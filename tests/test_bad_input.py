@@ -69,6 +69,7 @@ CASES = {
     "data=hub data.path=SAVED data.streaming=true": ["data.eval_samples=64", "0 sequences of 128 tokens"],
     "data=hub data.path=SAVED data.streaming=true data.column=body": ["data.column=body", "title, text"],
     "data=hub data.name=json data.files=/nowhere/*.json": ["data.files=/nowhere/*.json", "no such file"],
+    "data=hub data.name=json data.files=/etc/hostname data.streaming=true": ["data.split=train", "cannot be read"],
     "data=hub data.name=parquet data.files=EMPTY data.streaming=true": ["data.split=train", "is empty"],
     "data=hub data.name=parquet data.files=EMPTY": ["data.split=train", "no data"],
     "data=hub data.name=parquet data.files=EMPTY data.split=foo": ["data.split=foo", "['train']"],
