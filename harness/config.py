@@ -84,9 +84,7 @@ class DataConfig:
     path: Any = None  # file, folder, glob, or a list of them
     name: str | None = None
     config: str | None = None
-    files: Any = (
-        None  # data_files of load_dataset, for data.name=json, parquet, …: file, folder, glob, or a list of them
-    )
+    files: Any = None  # what data.name=json, parquet, … reads: file, folder, glob, or a list of them
     split: str = "train"
     eval_split: str | None = None  # its first eval_samples sequences are evaluated; null: eval_samples of data.split
     column: str = "text"
