@@ -67,6 +67,13 @@ class ModelConfig:
         check_choice("model.kernels", self.kernels, ("none", "liger"))
 
 
+def list_of_paths(key: str, value: Any) -> list[str] | None:
+    paths = [value] if isinstance(value, str) else value
+    if paths is not None and not (isinstance(paths, list) and all(isinstance(path, str) for path in paths)):
+        raise ConfigError(f"{key}={value}: must be a path or a list of paths")
+    return paths
+
+
 @dataclass
 class DataConfig:
     kind: str = MISSING
@@ -77,8 +84,13 @@ class DataConfig:
     path: Any = None  # file, folder, glob, or a list of them
     name: str | None = None
     config: str | None = None
+    files: Any = None  # what data.name=json, parquet, … reads: file, folder, glob, or a list of them
     split: str = "train"
+    eval_split: str | None = None  # its first eval_samples sequences are evaluated; null: eval_samples of data.split
     column: str = "text"
+    prompt_column: str | None = None  # text put before that of data.column, read and never predicted
+    # Read as a stream, never whole and in its own order, which no seed changes: shuffle it where it is stored.
+    streaming: bool = False
     eval_samples: int = 64  # sequences held out for evaluation, never trained on
     cache_dir: str | None = None  # tokenised corpora; null: $XDG_CACHE_HOME/harness
 
@@ -88,11 +100,21 @@ class DataConfig:
         check_at_least("data.eval_samples", self.eval_samples, 0)
         if self.ragged and self.kind != "synthetic":
             raise ConfigError(f"data.ragged=true: only data=synthetic draws lengths, not data={self.kind}")
-        paths = [self.path] if isinstance(self.path, str) else self.path
-        if paths is not None and not (isinstance(paths, list) and all(isinstance(p, str) for p in paths)):
-            raise ConfigError(f"data.path={self.path}: must be a path or a list of paths")
-        self.path = paths
-        if self.kind == "text" and not paths:
+        self.path = list_of_paths("data.path", self.path)
+        self.files = list_of_paths("data.files", self.files)
+        if self.kind != "hub":
+            for key in ("files", "eval_split", "prompt_column", "streaming"):
+                if value := getattr(self, key):
+                    raise ConfigError(f"data.{key}={value}: only data=hub has it, not data={self.kind}; drop it")
+        if self.files is not None and self.name is None:
+            raise ConfigError(f"data.files={self.files}: needs data.name=json, parquet, csv or text, which reads them")
+        if self.prompt_column == self.column:
+            raise ConfigError(f"data.prompt_column={self.column}: is data.column too; name the column before it")
+        if self.eval_split == self.split:
+            raise ConfigError(f"data.eval_split={self.split}: is data.split too; drop it to hold sequences out")
+        if self.eval_split is not None and self.eval_samples == 0:
+            raise ConfigError(f"data.eval_split={self.eval_split}: data.eval_samples=0 evaluates nothing; drop one")
+        if self.kind == "text" and not self.path:
             raise ConfigError("data.path: data=text needs data.path=FILE_FOLDER_OR_GLOB")
         if self.kind == "hub" and (self.name is None) == (self.path is None):
             raise ConfigError("data=hub: needs either data.name=DATASET or data.path=SAVED_FOLDER")

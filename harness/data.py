@@ -1,18 +1,15 @@
 """Data: sample *i* is a pure function of (seed, corpus), whatever the world, the batch split or the engine.
 
 A corpus is a list of token sequences of at most ``data.seq_len`` tokens. It is tokenised once per machine, cached
-on disk and memory-mapped. :class:`Data` says which sequences update *t* takes and hands a rank its share.
+on disk and memory-mapped, or read as a stream. :class:`Data` says which sequences update *t* takes and hands a rank
+its share.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
-import os
 import shutil
-import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,31 +21,45 @@ import numpy as np
 from filelock import FileLock
 
 from harness.config import Config, ConfigError, DataConfig
+from harness.documents import (
+    Document,
+    find_source,
+    in_parts,
+    open_dataset,
+    open_tokenizer,
+    tokenizer_files,
+    tokenizer_size,
+)
 from harness.environment import cache_folder
+from harness.stream import StreamedCorpus, count_targets, first_sequences
 
 if TYPE_CHECKING:
     import torch
 
 IGNORED = -100  # label of a position that is no target, as in torch and transformers
-BYTE_VOCABULARY = 256
-DOCUMENT_END = 0  # byte that ends a document; text has no NUL
+HELD_OUT = 2**40  # index of the first held-out sequence where those to train on may never end
 
 
-class Corpus(Protocol):
-    """Token sequences by index; the last ``eval_size`` are held out."""
-
-    eval_size: int
-    fingerprint: str
+class Sequences(Protocol):
+    """Token sequences by index. The tokens of a prompt are kept as -1 - token: they are read and never predicted."""
 
     @property
     def train_size(self) -> int | None:
         """Sequences to train on; None where they never end."""
 
-    def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens of each sequence."""
+    def targets(self, indices: np.ndarray) -> np.ndarray:
+        """Predicted tokens of each sequence: all but its first and a prompt's."""
 
     def tokens(self, index: int) -> np.ndarray:
         """The tokens of one sequence."""
+
+
+class Corpus(Sequences, Protocol):
+    """Sequences to train on and others that are held out."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the content."""
 
     def eval_indices(self) -> np.ndarray:
         """Indices of the held-out sequences."""
@@ -56,11 +67,12 @@ class Corpus(Protocol):
 
 @dataclass
 class StoredCorpus:
-    """Sequences that are slices of one memory-mapped token array."""
+    """Sequences that are slices of one memory-mapped token array; the last ``eval_size`` are held out."""
 
     array: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
+    counts: np.ndarray  # predicted tokens
     eval_size: int
     fingerprint: str
 
@@ -68,14 +80,38 @@ class StoredCorpus:
     def train_size(self) -> int:
         return len(self.starts) - self.eval_size
 
-    def lengths(self, indices: np.ndarray) -> np.ndarray:
-        return self.ends[indices] - self.starts[indices]
+    def targets(self, indices: np.ndarray) -> np.ndarray:
+        return self.counts[indices]
 
     def tokens(self, index: int) -> np.ndarray:
         return self.array[self.starts[index] : self.ends[index]]
 
     def eval_indices(self) -> np.ndarray:
         return np.arange(self.train_size, self.train_size + self.eval_size)
+
+
+@dataclass
+class SplitCorpus:
+    """Sequences to train on, and others, apart from them and in memory, to evaluate on."""
+
+    training: Sequences
+    held_out: list[np.ndarray]
+    fingerprint: str
+
+    @property
+    def train_size(self) -> int | None:
+        return self.training.train_size
+
+    def targets(self, indices: np.ndarray) -> np.ndarray:
+        if len(indices) == 0 or indices[0] >= HELD_OUT:
+            return np.array([count_targets(self.tokens(int(index))) for index in indices])
+        return self.training.targets(indices)
+
+    def tokens(self, index: int) -> np.ndarray:
+        return self.held_out[index - HELD_OUT] if index >= HELD_OUT else self.training.tokens(index)
+
+    def eval_indices(self) -> np.ndarray:
+        return np.arange(HELD_OUT, HELD_OUT + len(self.held_out))
 
 
 @dataclass
@@ -95,10 +131,10 @@ class SyntheticCorpus:
     def train_size(self) -> None:
         return None
 
-    def lengths(self, indices: np.ndarray) -> np.ndarray:
+    def targets(self, indices: np.ndarray) -> np.ndarray:
         if not self.ragged:
-            return np.full(len(indices), self.seq_len)
-        return np.array([self._generator(index).integers(2, self.seq_len + 1) for index in indices])
+            return np.full(len(indices), self.seq_len - 1)
+        return np.array([self._generator(index).integers(2, self.seq_len + 1) - 1 for index in indices])
 
     def tokens(self, index: int) -> np.ndarray:
         generator = self._generator(index)
@@ -106,7 +142,7 @@ class SyntheticCorpus:
         return generator.integers(0, self.vocab_size, length)
 
     def eval_indices(self) -> np.ndarray:
-        return np.arange(2**40, 2**40 + self.eval_size)
+        return np.arange(HELD_OUT, HELD_OUT + self.eval_size)
 
     def _generator(self, index: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=[self.seed, int(index)]))
@@ -137,14 +173,14 @@ class Data:
         return result
 
     def targets(self, indices: np.ndarray) -> int:
-        """Predicted tokens in these sequences: all but each one's first."""
-        return int(np.maximum(self.corpus.lengths(indices) - 1, 0).sum())
+        """Predicted tokens in these sequences: all but each one's first and those of prompts."""
+        return int(self.corpus.targets(indices).sum())
 
     def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """``input_ids`` and ``labels``, each int64 of shape (sequences, seq_len), padded on the right.
 
         An index below 0 is an empty sequence without targets. Attention is causal, so padding on the right
-        changes nothing before it; its labels are ignored.
+        changes nothing before it; its labels are ignored, and a prompt's too.
         """
         import torch
 
@@ -152,9 +188,9 @@ class Data:
         labels = np.full_like(ids, IGNORED)
         for row, index in enumerate(indices):
             if index >= 0:
-                tokens = self.corpus.tokens(int(index))
-                ids[row, : len(tokens)] = tokens
-                labels[row, : len(tokens)] = tokens
+                tokens = self.corpus.tokens(int(index)).astype(np.int64)
+                ids[row, : len(tokens)] = np.where(tokens < 0, -1 - tokens, tokens)
+                labels[row, : len(tokens)] = np.where(tokens < 0, IGNORED, tokens)
         return torch.from_numpy(ids), torch.from_numpy(labels)
 
     def update_batches(
@@ -193,17 +229,63 @@ def open_data(config: Config, vocab_size: int) -> Data:
             f"data.tokenizer={data.tokenizer}: has {known} tokens, the model's vocabulary only {vocab_size}; "
             f"choose a tokenizer that fits or raise the vocabulary with model.config"
         )
+    corpus = open_stream(data) if data.streaming else open_stored(data, config.batch.global_size or 1)
+    return Data(corpus, config.seed, data.seq_len)
+
+
+def open_stored(data: DataConfig, needed: int) -> Corpus:
+    """The sequences of a corpus on disk, at least ``needed`` of them to train on."""
+    held_out = [] if data.eval_split is None else open_eval_split(data)
     array, bounds, fingerprint = open_tokens(data)
     starts, ends = cut(bounds, data.seq_len, data.pack)
-    stored = StoredCorpus(array, starts, ends, data.eval_samples, fingerprint)
-    needed = config.batch.global_size or 1
+    counts = ends - starts - 1
+    if data.prompt_column is not None:
+        counts = np.array([count_targets(array[s:e]) for s, e in zip(starts, ends, strict=True)], dtype=np.int64)
+        starts, ends, counts = starts[counts > 0], ends[counts > 0], counts[counts > 0]
+    kept = data.eval_samples if data.eval_split is None else 0
+    stored = StoredCorpus(array, starts, ends, counts, kept, fingerprint)
     if stored.train_size < needed:
         raise ConfigError(
-            f"data={data.kind}: {len(starts)} sequences of {data.seq_len} tokens less data.eval_samples="
-            f"{data.eval_samples} is shorter than one batch of {needed} (batch.global_size); "
+            f"data={data.kind}: {len(starts)} sequences of {data.seq_len} tokens less data.eval_samples={kept} "
+            f"is shorter than one batch of {needed} (batch.global_size); "
             f"give more data, or lower one of them or data.seq_len"
         )
-    return Data(stored, config.seed, data.seq_len)
+    if data.eval_split is None:
+        return stored
+    return SplitCorpus(stored, held_out, hash_sequences(fingerprint, held_out))
+
+
+def open_stream(data: DataConfig) -> Corpus:
+    """The sequences of a stream; its first ones are held out, unless those of another split are."""
+    rows, identity = open_dataset(data, "split")
+    if data.eval_split is None:
+        held_out, left_out = first_sequences(rows, data, "split"), data.eval_samples
+    else:
+        held_out, left_out = open_eval_split(data), 0
+    cutting = [data.seq_len, data.pack, left_out]
+    folder = cache_dir(data) / hash_key([identity, cutting, data.tokenizer, tokenizer_files(data)])
+    training = StreamedCorpus(rows, data, left_out, folder)
+    # A fingerprint is that of the content, wherever it lies: of a stream, its beginning.
+    fingerprint = hash_sequences(json.dumps(cutting), [*held_out, training.tokens(0)])
+    return SplitCorpus(training, held_out, fingerprint)
+
+
+def open_eval_split(data: DataConfig) -> list[np.ndarray]:
+    """The first ``data.eval_samples`` sequences of ``data.eval_split``."""
+    rows, _ = open_dataset(data, "eval_split")
+    return first_sequences(rows, data, "eval_split")
+
+
+def hash_sequences(start: str, sequences: list[np.ndarray]) -> str:
+    digest = hashlib.sha256(start.encode())
+    for sequence in sequences:
+        digest.update(len(sequence).to_bytes(8, "little") + sequence.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def hash_key(identity: Any) -> str:
+    """Name of a folder of the cache."""
+    return hashlib.sha256(json.dumps([1, identity]).encode()).hexdigest()[:24]
 
 
 def cut(bounds: np.ndarray, seq_len: int, pack: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -222,8 +304,7 @@ def cut(bounds: np.ndarray, seq_len: int, pack: bool) -> tuple[np.ndarray, np.nd
 def open_tokens(data: DataConfig) -> tuple[np.ndarray, np.ndarray, str]:
     """Token array, ends of the documents in it, and a hash of both, from the cache or made now."""
     source, identity = find_source(data)
-    key = hashlib.sha256(json.dumps([1, identity, data.tokenizer, *tokenizer_files(data)]).encode()).hexdigest()[:24]
-    folder = cache_dir(data) / key
+    folder = cache_dir(data) / hash_key([identity, data.tokenizer, tokenizer_files(data)])
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -236,26 +317,22 @@ def cache_dir(data: DataConfig) -> Path:
     return Path(data.cache_dir).expanduser() if data.cache_dir else cache_folder()
 
 
-def build_tokens(source: Iterator[str | bytes], data: DataConfig, folder: Path) -> None:
+def build_tokens(source: Iterator[Document], data: DataConfig, folder: Path) -> None:
     """Tokenise documents into ``folder``, which appears whole."""
-    encode, end, dtype = open_tokenizer(data)
+    encode = open_tokenizer(data)
     digest = hashlib.sha256()
     bounds, total = [], 0
     work = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         with open(work / "raw", "wb") as raw:
-            for number, document in enumerate(source):
-                if not isinstance(document, (str, bytes)):
-                    raise ConfigError(
-                        f"data.column={data.column}: row {number} holds {type(document).__name__}, not text"
-                    )
-                tokens: np.ndarray = np.append(encode(document), end).astype(dtype)
-                raw.write(tokens.tobytes())
-                digest.update(tokens.tobytes())
-                total += len(tokens)
-                bounds.append(total)
-        flat: np.ndarray = np.fromfile(work / "raw", dtype=dtype) if total else np.zeros(0, dtype=dtype)
-        np.save(work / "tokens.npy", flat)
+            for part in in_parts(source):
+                for tokens in encode(part):
+                    raw.write(tokens.tobytes())
+                    digest.update(tokens.tobytes())
+                    total += len(tokens)
+                    bounds.append(total)
+        dtype = tokens.dtype if total else np.dtype(np.uint8)
+        np.save(work / "tokens.npy", np.fromfile(work / "raw", dtype=dtype))
         np.save(work / "bounds.npy", np.asarray(bounds, dtype=np.int64))
         digest.update(np.asarray(bounds, dtype=np.int64).tobytes())
         (work / "fingerprint").write_text(digest.hexdigest()[:16])
@@ -264,122 +341,3 @@ def build_tokens(source: Iterator[str | bytes], data: DataConfig, folder: Path) 
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-
-
-def find_source(data: DataConfig) -> tuple[Iterator[str | bytes], Any]:
-    """The documents of a corpus, read when asked for, and what identifies them."""
-    if data.kind == "hub":
-        return open_dataset(data)
-    files = stdlib_files() if data.kind == "stdlib" else text_files(data.path or [])
-    identity: list[Any] = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    if data.kind == "stdlib":
-        identity = [sys.version, *[[f.name, f.stat().st_size] for f in files]]
-    return (f.read_bytes() for f in files), identity
-
-
-def stdlib_files() -> list[Path]:
-    """Sources of the running Python's standard library, without its tests and installed packages."""
-    root = sysconfig.get_path("stdlib")
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in left_out]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found, key=lambda f: f.relative_to(root).as_posix())
-
-
-def text_files(patterns: list[str]) -> list[Path]:
-    """Files named by paths, folders (everything below) and globs, sorted within each, each once."""
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        path = Path(pattern).expanduser()
-        if path.is_dir():
-            matches = sorted(p for p in path.rglob("*") if p.is_file())
-        elif path.is_file():
-            matches = [path]
-        else:
-            matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
-        if not matches:
-            raise ConfigError(f"data.path={pattern}: no such file, or a folder or pattern without files")
-        found.update(dict.fromkeys(p.resolve() for p in matches))
-    return list(found)
-
-
-def open_dataset(data: DataConfig) -> tuple[Iterator[str | bytes], Any]:
-    """A column of a Hugging Face data set, by hub name or ``save_to_disk`` folder."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    if data.path is not None:
-        (path,) = data.path if len(data.path) == 1 else (None,)
-        if path is None or not Path(path).is_dir():
-            raise ConfigError(f"data.path={data.path}: no such folder (data=hub takes one save_to_disk folder)")
-        try:
-            dataset = datasets.load_from_disk(path)
-        except Exception as error:
-            raise ConfigError(f"data.path={path}: not a save_to_disk folder ({one_line(error)})") from error
-        if isinstance(dataset, datasets.DatasetDict):
-            if data.split not in dataset:
-                raise ConfigError(f"data.split={data.split}: choose one of {', '.join(dataset)}")
-            dataset = dataset[data.split]
-    else:
-        try:
-            dataset = datasets.load_dataset(data.name, data.config, split=data.split)
-        except Exception as error:
-            raise ConfigError(f"data.name={data.name}: cannot be loaded ({one_line(error)})") from error
-    if data.column not in dataset.column_names:
-        raise ConfigError(f"data.column={data.column}: choose one of {', '.join(dataset.column_names)}")
-    if not all(isinstance(value, str) for value in dataset[:1][data.column]):
-        raise ConfigError(f"data.column={data.column}: does not hold text")
-    identity = [data.name, data.config, data.split, data.column, dataset._fingerprint]
-    return (row[data.column] for row in dataset.select_columns(data.column)), identity
-
-
-def one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-def tokenizer_files(data: DataConfig) -> list[Any]:
-    """What identifies the content of a tokenizer in a local folder."""
-    folder = Path(data.tokenizer or "").expanduser()
-    if data.tokenizer == "bytes" or not folder.is_dir():
-        return []
-    return sorted([f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in folder.iterdir() if f.is_file())
-
-
-@lru_cache(maxsize=1)
-def load_tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name)
-    except Exception as error:
-        raise ConfigError(f"data.tokenizer={name}: cannot be loaded ({one_line(error)})") from error
-
-
-def tokenizer_size(data: DataConfig) -> int:
-    """Tokens that a tokenizer can produce."""
-    if data.tokenizer is None:
-        raise ConfigError("data.tokenizer=null: text needs `bytes`, or a tokenizer's name or folder")
-    return BYTE_VOCABULARY if data.tokenizer == "bytes" else len(load_tokenizer(data.tokenizer))
-
-
-def open_tokenizer(data: DataConfig) -> tuple[Any, list[int], type]:
-    """A function from a document to token ids, the ids that end a document, and the dtype that holds them."""
-    if data.tokenizer == "bytes":
-        return (
-            lambda d: np.frombuffer(d.encode("utf-8", "replace") if isinstance(d, str) else d, dtype=np.uint8),
-            [DOCUMENT_END],
-            np.uint8,
-        )
-    assert data.tokenizer is not None
-    tokenizer = load_tokenizer(data.tokenizer)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
-
-    def encode(document: str | bytes) -> list[int]:
-        text = document.decode("utf-8", errors="replace") if isinstance(document, bytes) else document
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    return encode, end, dtype

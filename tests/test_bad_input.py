@@ -58,6 +58,29 @@ CASES = {
     "data=hub data.path=/nowhere": ["/nowhere", "no such folder"],
     "data=hub data.path=SAVED data.column=body": ["data.column=body", "title, text"],
     "data=hub data.path=SAVED data.split=test": ["data.split=test", "train"],
+    "data=hub data.path=SAVED data.column=number": ["data.column=number", "not hold text", "title, text"],
+    "data=hub data.path=SAVED data.prompt_column=body": ["data.prompt_column=body", "title, text, number"],
+    "data=hub data.path=SAVED data.prompt_column=number": ["data.prompt_column=number", "not hold text", "title, text"],
+    "data=hub data.path=SAVED data.prompt_column=text": ["data.prompt_column=text", "data.column"],
+    "data=hub data.path=SAVED data.eval_split=test": ["data.eval_split=test", "train, validation"],
+    "data=hub data.path=SAVED data.eval_split=train": ["data.eval_split=train", "data.split"],
+    "data=hub data.path=SAVED data.eval_split=validation data.eval_samples=0": ["data.eval_samples=0", "drop one"],
+    "data=hub data.path=SAVED data.files=x": ["data.files=['x']", "data.name=json"],
+    "data=hub data.path=SAVED data.streaming=true": ["data.eval_samples=64", "0 sequences of 128 tokens"],
+    "data=hub data.path=SAVED data.streaming=true data.column=body": ["data.column=body", "title, text"],
+    "data=hub data.name=json data.files=/nowhere/*.json": ["data.files=/nowhere/*.json", "no such file"],
+    "data=hub data.name=json data.files=/etc/hostname data.streaming=true": ["data.split=train", "cannot be read"],
+    "data=hub data.name=parquet data.files=EMPTY data.streaming=true": ["data.split=train", "is empty"],
+    "data=hub data.name=parquet data.files=EMPTY": ["data.split=train", "no data"],
+    "data=hub data.name=parquet data.files=EMPTY data.split=foo": ["data.split=foo", "['train']"],
+    "data=hub data.name=parquet data.files=EMPTY data.split=foo data.streaming=true": ["data.split=foo", "['train']"],
+    "data=text data.path=/etc/hostname data.streaming=true": ["data.streaming=True", "data=hub", "data=text"],
+    "data=text data.path=/etc/hostname data.prompt_column=prompt": [
+        "data.prompt_column=prompt",
+        "data=hub",
+        "data=text",
+    ],
+    "data.eval_split=test": ["data.eval_split=test", "data=hub", "data=stdlib"],
     "data=text data.path=/etc/hostname": ["0 sequences", "one batch of 32", "data.seq_len"],
     "data.ragged=true": ["data.ragged=true", "data=synthetic"],
     "data.seq_len=4096": ["data.seq_len=4096", "512 positions"],
@@ -83,17 +106,23 @@ CASES = {
 
 @pytest.mark.parametrize("command", CASES)
 def test_a_mistake_gives_one_line_before_any_rank_starts(command, tmp_path, monkeypatch, capsys):
+    expected_words = CASES[command]
     monkeypatch.chdir(tmp_path)
     if "SAVED" in command:
-        rows = {"title": ["a"], "text": ["b"]}
-        datasets.DatasetDict(train=datasets.Dataset.from_dict(rows)).save_to_disk(tmp_path / "saved")
-        capsys.readouterr()
+        rows = datasets.Dataset.from_dict({"title": ["a"], "text": ["b"], "number": [1]})
+        datasets.DatasetDict(train=rows, validation=rows).save_to_disk(tmp_path / "saved")
+    if "EMPTY" in command:
+        datasets.Dataset.from_dict({"text": []}).to_parquet(tmp_path / "empty.parquet")
+    capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        run_parent([part.replace("SAVED", str(tmp_path / "saved")) for part in command.split()])
+        places = {"SAVED": tmp_path / "saved", "EMPTY": tmp_path / "empty.parquet"}
+        for name, place in places.items():
+            command = command.replace(name, str(place))
+        run_parent(command.split())
     assert end.value.code == 1
     printed = capsys.readouterr().err.strip().splitlines()
     assert len(printed) == 1 and printed[0].startswith("error: "), printed
-    for expected in CASES[command]:
+    for expected in expected_words:
         assert expected in printed[0], printed
     assert not os.path.exists(tmp_path / "runs")
 

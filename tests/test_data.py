@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from harness.config import ConfigError
-from harness.data import IGNORED, cut, open_data, stdlib_files, text_files
+from harness.data import IGNORED, cut, open_data
+from harness.documents import stdlib_files, text_files
 from tests.worlds import compose
 
 
@@ -98,10 +99,10 @@ def test_text_takes_files_folders_globs_and_lists(tmp_path):
     names = ["b.txt", "a.txt", "sub/c.txt"]
     for name in names:
         (tmp_path / name).write_text(name)
-    assert [f.name for f in text_files([str(tmp_path)])] == ["a.txt", "b.txt", "c.txt"]
-    assert [f.name for f in text_files([f"{tmp_path}/b.txt", f"{tmp_path}/*.txt"])] == ["b.txt", "a.txt"]
+    assert [f.name for f in text_files("data.path", [str(tmp_path)])] == ["a.txt", "b.txt", "c.txt"]
+    assert [f.name for f in text_files("data.path", [f"{tmp_path}/b.txt", f"{tmp_path}/*.txt"])] == ["b.txt", "a.txt"]
     with pytest.raises(ConfigError, match=r"x\*: no such file"):
-        text_files([f"{tmp_path}/x*"])
+        text_files("data.path", [f"{tmp_path}/x*"])
 
 
 def test_a_saved_data_set_with_a_tokenizer_folder(tmp_path):
