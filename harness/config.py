@@ -26,7 +26,10 @@ OBJECTIVES = (
 
 
 class ConfigError(ValueError):
-    """A user's mistake, told in one line: key, value, limit, remedy."""
+    """A user's mistake, told in one line, whatever the value holds: key, value, limit, remedy."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))
 
 
 def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:

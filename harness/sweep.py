@@ -109,11 +109,11 @@ class Sweep:
         word = status.get("status", "failed")
         self.outcomes.append(word)
         numbers = status.get("reason", "")
-        if word == "completed" and summary:
-            numbers = f"loss {summary['final_loss']:.4f}  {summary['tokens_per_s']:,.0f} tokens/s"
+        if word == "completed":
+            loss, speed = number_of(summary, "final_loss"), number_of(summary, "tokens_per_s")
+            numbers = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
         self._say(f"{heading} {kept}{word}  {run.path.name}  {numbers}")
-        value = summary.get(objective) if word == "completed" else None
-        return float(value) if isinstance(value, (int, float)) else math.nan
+        return number_of(summary, objective) if word == "completed" else math.nan
 
     def _refused(self, composed: DictConfig, heading: str, reason: str) -> float:
         """A point that cannot run is a failed point like any other."""
@@ -121,7 +121,7 @@ class Sweep:
         self._say(f"{heading} failed  {reason}")
         try:
             run = RunDir.refuse(composed, reproducing_command(composed.launch.world_size or 1), reason)
-        except (OSError, ConfigError) as error:
+        except (OSError, ValueError) as error:
             self._say(f"{heading} and could not be recorded: {error}")
         else:
             self.studies[run.path.parent] = None
@@ -146,6 +146,12 @@ class Sweep:
     @staticmethod
     def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+def number_of(summary: dict[str, Any], key: str) -> float:
+    """A number of a summary; nan where it has none."""
+    value = summary.get(key)
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def count_points(arguments: list[str]) -> int | None:
