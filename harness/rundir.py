@@ -40,6 +40,7 @@ NOT_HASHED = (
 # What every status record has, and what it may have.
 NEEDED_IN_STATUS: dict[str, Any] = {"status": str, "pid": int, "pid_started": (int, float), "host": str}
 STATUS_TYPES = NEEDED_IN_STATUS | {"reason": str, "attempt": int, "wandb_attempt": int}
+GONE = {"status": "failed", "reason": "its run directory is gone"}
 VANISHED = "its process vanished without a word"
 
 
@@ -200,15 +201,13 @@ class RunDir:
 
     def append_metrics(self, rows: list[dict[str, Any]]) -> None:
         """Add rows to metrics.jsonl in one write; non-finite numbers become null."""
-        text = "".join(json.dumps({k: finite(v) for k, v in row.items()}, allow_nan=False) + "\n" for row in rows)
         with open(self.path / "metrics.jsonl", "a") as file:
-            file.write(text)
+            file.write(to_lines(rows))
 
     def cut_metrics(self, step: int) -> None:
         """Keep the rows up to update ``step``, from which a run goes on."""
         rows = [row for row in self.read_metrics() if row["step"] <= step]
-        write_whole(self.path / "metrics.jsonl", "")
-        self.append_metrics(rows)
+        write_whole(self.path / "metrics.jsonl", to_lines(rows))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl; what is none, like a row that a full disk has cut off, is left out."""
@@ -241,6 +240,10 @@ def is_status(record: dict[str, Any]) -> bool:
     """Whether this is a whole status record."""
     typed = all(isinstance(record[key], kind) for key, kind in STATUS_TYPES.items() if key in record)
     return NEEDED_IN_STATUS.keys() <= record.keys() and typed and record["status"] in get_args(Status)
+
+
+def to_lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps({k: finite(v) for k, v in row.items()}, allow_nan=False) + "\n" for row in rows)
 
 
 def finite(value: Any) -> Any:
@@ -284,6 +287,25 @@ def newest_whole(folder: Path) -> Path | None:
     return None
 
 
+def checkpoint_of(path: Path) -> Path:
+    """A checkpoint itself, or the newest of a run that is not damaged.
+
+    Raises:
+        ConfigError: when it is damaged, or there is none.
+    """
+    if (path / "checkpoint.json").exists():
+        why = damage_of(path)
+        if why:
+            raise ConfigError(f"{path}: damaged ({why}); give another")
+        return path
+    found = newest_whole(path / "checkpoints")
+    if found is None:
+        raise ConfigError(
+            f"{path}: no checkpoint there; give a run with train.checkpoint_every, or a checkpoint folder"
+        )
+    return found
+
+
 def find_resume(config: Config, run: RunDir) -> Path | None:
     """The checkpoint a run goes on from: ``train.resume`` is ``auto``, ``never``, or a run or checkpoint folder.
 
@@ -294,13 +316,7 @@ def find_resume(config: Config, run: RunDir) -> Path | None:
         return None
     if config.train.resume == "auto":
         return newest_whole(run.path / "checkpoints")
-    path = Path(config.train.resume).expanduser().resolve()
-    if (path / "checkpoint.json").exists():
-        why = damage_of(path)
-        if why:
-            raise ConfigError(f"train.resume={config.train.resume}: damaged ({why}); give another")
-        return path
-    found = newest_whole(path / "checkpoints")
-    if found is None:
-        raise ConfigError(f"train.resume={config.train.resume}: no checkpoint there; give a run or a checkpoint folder")
-    return found
+    try:
+        return checkpoint_of(Path(config.train.resume).expanduser().resolve())
+    except ConfigError as error:
+        raise ConfigError(f"train.resume={error}") from error

@@ -21,7 +21,7 @@ from harness.config import Config, ConfigError
 from harness.display import print_outcome
 from harness.environment import visible_gpus
 from harness.launch import launch
-from harness.rundir import RunDir, RunGoingOn
+from harness.rundir import GONE, RunDir, RunGoingOn
 
 # By launch.rerun: the statuses of earlier points that a sweep leaves as they are.
 KEPT = {"none": ("completed", "oom", "diverged"), "failed": ("completed",), "all": ()}
@@ -50,7 +50,7 @@ def run_once(composed: DictConfig) -> bool:
     config = decide_here(composed, None)
     run = RunDir.create(config, reproducing_command(config.launch.world_size or 1))
     launch(config, run, run.path.name)
-    status = run.read_status() or {}
+    status = run.read_status() or GONE
     print_outcome(sys.stdout, str(run.path.resolve()), status, run.read_summary())
     return status.get("status") == "completed"
 
@@ -105,8 +105,8 @@ class Sweep:
         return self._ended(run, heading, "kept, " if kept else "", config.objective)
 
     def _ended(self, run: RunDir, heading: str, kept: str, objective: str) -> float:
-        status, summary = run.read_status() or {}, run.read_summary() or {}
-        word = status.get("status", "failed")
+        status, summary = run.read_status() or GONE, run.read_summary() or {}
+        word = status["status"]
         self.outcomes.append(word)
         numbers = status.get("reason", "")
         if word == "completed":

@@ -18,7 +18,9 @@ from hydra import initialize_config_dir
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import FloatNode, IntegerNode, OmegaConf, StringNode
+from safetensors.torch import save_file
 
+from harness.checkpoint import FORMAT, Reader, key_of
 from harness.compose import decide, run_hydra
 from harness.config import ConfigError, DataConfig, dump, load, register_schemas
 from harness.data import IGNORED, Data, StoredCorpus, build_tokens, cut
@@ -26,7 +28,7 @@ from harness.report.runs import read_runs
 from harness.report.series import Comparison
 from harness.report.study import build_pictures
 from harness.report.table import run_rows
-from harness.rundir import RunDir, config_hash, run_name
+from harness.rundir import RunDir, config_hash, find_resume, run_name, write_json
 from tests.launched import FORMS, QUICK, Launched
 from tests.run_factory import make_run, resolved
 from tests.worlds import ROOT
