@@ -108,14 +108,17 @@ def record_end(run: RunDir, ended: tuple[Status, str] | None, kills_before: int)
     stopped = ended is not None and ended[0] == "killed" and "died without a word" in status.get("reason", "")
     if status.get("status") != "running" and status.get("reason") != VANISHED and not stopped:
         return  # rank 0 wrote it
-    if ended is None and oom_kills() > kills_before:
-        ended = "oom", "rank 0 was killed for want of host memory"
-    if ended is None:
-        ended = "failed", f"rank 0 died without a word; last line of its log: {last_line(run)}"
     try:
-        run.write_status(*ended)
+        run.write_status(*(ended or judge_silence(run, kills_before)))
     except OSError as error:
         print(f"{run.path}: how it ended cannot be recorded ({error.strerror or error})", file=sys.stderr)
+
+
+def judge_silence(run: RunDir, kills_before: int) -> tuple[Status, str]:
+    """What became of a world that ended by itself and said nothing."""
+    if oom_kills() > kills_before:
+        return "oom", "rank 0 was killed for want of host memory"
+    return "failed", f"rank 0 died without a word; last line of its log: {last_line(run)}"
 
 
 def last_line(run: RunDir) -> str:

@@ -230,15 +230,15 @@ class Sweep:
         queue.extendleft(reversed(plan.values()))
         with open(self.folder / "output.log", "a") as log:
             log.write(launched.text())
-        left = wait_for(lambda: not processes(self.mark), 20) or [p.cmdline() for p in processes(self.mark)]
-        if left is not True:
-            for each in done[-1:]:
-                each.failures.append(f"left behind {left}")
-            for process in processes(self.mark):
-                process.kill()
-        if launched.process.returncode != 0 and not any(each.kind == "kill parent" for each in done):
-            for each in done[-1:]:
-                each.failures.append(f"the sweep ended with {launched.process.returncode}: {launched.text()[-300:]}")
+        wait_for(lambda: not processes(self.mark), 20)
+        failures = []
+        for process in processes(self.mark):
+            failures.append(f"left behind pid {process.pid}, {process.name()}")
+            process.kill()
+        if launched.process.poll() != 0 and not any(each.kind == "kill parent" for each in done):
+            failures.append(f"the sweep ended with {launched.process.returncode}: {launched.text()[-300:]}")
+        for each in [*(point.last for point in self.points if point.last), *done][-1:]:
+            each.failures += failures
         return done
 
     def happened(self, injection: Injection, point: Point, world: World, launched: Launched) -> bool:
@@ -385,12 +385,9 @@ def kill_wandb(injection: Injection, point: Point, world: World, *_: Any) -> Non
 def fill_disk(injection: Injection, point: Point, world: World, launched: Launched, sweep: Sweep, undo: Any) -> None:
     filler = sweep.folder / "runs" / "filler"
     undo.callback(filler.unlink, missing_ok=True)
-    with open(filler, "wb") as file:
-        for size in (2**20, 2**12):
-            with suppress(OSError):
-                while True:
-                    file.write(bytes(size))
-                    file.flush()
+    with open(filler, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(2**20))
 
 
 def remove_run(injection: Injection, point: Point, *_: Any) -> None:
@@ -487,8 +484,8 @@ def run_campaign(seed: int, start: int, injections: int, folder: Path) -> list[I
             engine = ENGINES[(start // len(BATCHES) + number) % len(ENGINES)]
             sweep, done = Sweep(folder, corpus, engine, f"sweep{number}", mark), []
             say(f"sweep {number}: {engine}, {len(queue)} injections left")
-            while queue and sweep.missing:
-                done += sweep.inject(queue)
+            while queue and sweep.missing and (fresh := sweep.inject(queue)):
+                done += fresh
             sweep.inject(deque())
             sweep.check_complete(losses)
             failed = [each for each in done if each.failures]
@@ -497,6 +494,7 @@ def run_campaign(seed: int, start: int, injections: int, folder: Path) -> list[I
             if failed:
                 shutil.copytree(sweep.study, folder / "failed" / sweep.study.name)
             shutil.rmtree(sweep.study)
+            assert done, f"nothing could be injected: {folder}"
             finished += done
             number += 1
     return finished
