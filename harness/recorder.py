@@ -148,13 +148,11 @@ class Recorder:
             self.first_loss = losses[0]
         if self.leader is not None:
             self.leader.rows(rows)
-        watched = (
-            {"loss": "loss"} if self.config.precision == "fp16" else {"loss": "loss", "grad_norm": "gradient norm"}
-        )
         for row in rows:
-            for key, name in watched.items():
-                if row[key] is not None and not math.isfinite(row[key]):
-                    raise Diverged(f"the {name} of update {row['step']} is {row[key]}")
+            norm = None if self.config.precision == "fp16" else row["grad_norm"]
+            for name, value in (("loss", row["loss"]), ("gradient norm", norm)):
+                if value is not None and not math.isfinite(value):
+                    raise Diverged(f"the {name} of update {row['step']} is {value}")
         mean = sum(losses[: len(rows)]) / len(rows)
         if mean > EXPLODED * self.first_loss:
             raise Diverged(
