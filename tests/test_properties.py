@@ -128,7 +128,7 @@ def assert_one_line(error):
     assert text.strip() and len(text.splitlines()) == 1, text
 
 
-@property_of(400)
+@property_of(250)
 @given(CHANGES, st.sampled_from([1, 2, 3, 4096]))
 def test_any_config_resolves_or_is_refused_in_one_line(tmp_path, monkeypatch, change, world_size):
     monkeypatch.chdir(tmp_path)
@@ -148,7 +148,7 @@ def test_any_config_resolves_or_is_refused_in_one_line(tmp_path, monkeypatch, ch
     assert not (tmp_path / "owned").exists()
 
 
-@property_of(40)
+@property_of(30)
 @given(st.sampled_from([*keys_of(start(STARTS[0])), *MORE_KEYS]), LEAVES | st.lists(LEAVES, max_size=2), st.booleans())
 def test_any_command_line_composes_or_is_refused_in_one_line(tmp_path, monkeypatch, key, value, quoted):
     monkeypatch.chdir(tmp_path)
@@ -178,7 +178,7 @@ def corpus_of(lengths, seq_len, pack, eval_size=0):
     return StoredCorpus(tokens, starts, ends, eval_size, "corpus"), bounds
 
 
-@property_of(300)
+@property_of(200)
 @given(DOCUMENTS, st.integers(2, 9), st.booleans())
 def test_every_token_is_in_one_sequence_at_most_and_only_what_has_no_target_is_left_out(lengths, seq_len, pack):
     corpus, bounds = corpus_of(lengths, seq_len, pack)
@@ -321,7 +321,7 @@ def study(tmp_path_factory):
     return Study(tmp_path_factory.mktemp("records"))
 
 
-@property_of(400)
+@property_of(120)
 @given(st.sampled_from(FILES), DAMAGES)
 def test_a_damaged_record_is_skipped_and_named_and_never_a_wrong_row(study, name, damage):
     study.restore()
@@ -339,7 +339,7 @@ def test_a_damaged_record_is_skipped_and_named_and_never_a_wrong_row(study, name
         assert rows[run] == good[run]
 
 
-@property_of(300)
+@property_of(120)
 @given(st.sampled_from(FILES), DAMAGES)
 def test_a_damaged_record_stops_no_sweep(study, name, damage):
     study.restore()
