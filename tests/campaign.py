@@ -285,7 +285,9 @@ class Sweep:
             "updates": lambda: len(read_rows(run)) > 0 and len(read_rows(run)) != rows,
             "checkpoint": lambda: find_checkpoints(run.path / "checkpoints")[-1:] != newest,
         }[injection.when]
-        wait_for(lambda: arrived() or not world.members(), TIMEOUT_S, 0.05)
+        wait_for(lambda: arrived() or not world.members(), 3 * TIMEOUT_S, 0.05)
+        if not arrived():
+            return False
         time.sleep(injection.delay_s)
         return bool(world.members())
 
