@@ -91,8 +91,11 @@ class Checkpoints:
             write_json(part / "checkpoint.json", self._description(step, samples, record))
             shutil.rmtree(whole, ignore_errors=True)
             part.rename(whole)
-            for old in find_checkpoints(self.folder)[: -self.config.train.keep]:
-                shutil.rmtree(old)
+            found = find_checkpoints(self.folder)
+            # Those of later updates belong to a past that was given up.
+            kept = found[: found.index(whole) + 1][-self.config.train.keep :]
+            for other in set(found) - set(kept):
+                shutil.rmtree(other)
         dist.barrier()
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,6 +118,7 @@ class Checkpoints:
             "optimizer": self.config.optimizer.kind,
             "parallel": self.config.parallel.kind,
             "world_size": self.world.size,
+            "rank_files": self.world.size if self.engine.sharded else 1,
             "engine": self.config.engine.kind,
             "zero_stage": self.config.zero.stage,
             "n_params": self.engine.n_params,
@@ -254,8 +258,9 @@ def read_description(path: Path) -> dict[str, Any]:
     """
     try:
         description = json.loads((path / "checkpoint.json").read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"train.resume={path}: not a checkpoint ({error})") from error
-    if description.get("format") != FORMAT:
-        raise ConfigError(f"train.resume={path}: of format {description.get('format')}, this version reads {FORMAT}")
+    form = description.get("format") if isinstance(description, dict) else None
+    if form != FORMAT:
+        raise ConfigError(f"train.resume={path}: of format {form}, this version reads {FORMAT}")
     return description

@@ -26,7 +26,10 @@ OBJECTIVES = (
 
 
 class ConfigError(ValueError):
-    """A user's mistake, told in one line: key, value, limit, remedy."""
+    """A user's mistake, told in one line, whatever the value holds: key, value, limit, remedy."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))
 
 
 def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -262,6 +265,7 @@ class SyncConfig(ParallelConfig):
     backup_workers: int = 0  # an update takes the first `workers` of `workers` + `backup_workers`
 
     def __post_init__(self) -> None:
+        check_choice("parallel.kind", self.kind, ("sync",))
         check_at_least("parallel.backup_workers", self.backup_workers, 0)
         super().__post_init__()
 
@@ -283,6 +287,7 @@ class AsyncConfig(ParallelConfig):
     pending_device: str = "same"
 
     def __post_init__(self) -> None:
+        check_choice("parallel.kind", self.kind, ("async",))
         check_choice("parallel.remedy", self.remedy, ("none", "lr_over_staleness", "dc_asgd"))
         check_at_least("parallel.dc_lambda", self.dc_lambda, 0)
         if not 0 <= self.dc_decay < 1:
@@ -319,6 +324,7 @@ class AdamWConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice("optimizer.kind", self.kind, ("adamw",))
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas={self.betas}: must be two numbers in [0, 1)")
         check_at_least("optimizer.eps", self.eps, 0)
@@ -330,6 +336,7 @@ class SGDConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice("optimizer.kind", self.kind, ("sgd",))
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"optimizer.momentum={self.momentum}: must be in [0, 1)")
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from harness.config import ConfigError, load
-from harness.rundir import find_checkpoints
+from harness.rundir import checkpoint_of
 
 
 def export(run: Path, out: Path) -> Path:
@@ -20,17 +20,14 @@ def export(run: Path, out: Path) -> Path:
         run: a run directory, or one of its checkpoints.
 
     Raises:
-        ConfigError: in one line, when there is no checkpoint or ``out`` is not empty.
+        ConfigError: in one line, when there is no checkpoint, it is damaged, or ``out`` is not empty.
     """
     import torch
 
     from harness.checkpoint import WEIGHT, Reader, read_description
     from harness.model import meta_model
 
-    found = [run] if (run / "checkpoint.json").exists() else find_checkpoints(run / "checkpoints")
-    if not found:
-        raise ConfigError(f"{run}: no checkpoint there; train with train.checkpoint_every=SAMPLES")
-    checkpoint = found[-1]
+    checkpoint = checkpoint_of(run)
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: exists and is not empty; give a new folder")
     read_description(checkpoint)

@@ -103,17 +103,22 @@ class MetricsTail:
 
 
 def record_end(run: RunDir, ended: tuple[Status, str] | None, kills_before: int) -> None:
-    """Write the status of a world that could not write its own."""
+    """Write the status of a world that could not write its own; a full disk or the like is told, and ends nothing."""
     status = run.read_status() or {}
     stopped = ended is not None and ended[0] == "killed" and "died without a word" in status.get("reason", "")
     if status.get("status") != "running" and status.get("reason") != VANISHED and not stopped:
         return  # rank 0 wrote it
-    if ended is not None:
-        run.write_status(*ended)
-    elif oom_kills() > kills_before:
-        run.write_status("oom", "rank 0 was killed for want of host memory")
-    else:
-        run.write_status("failed", f"rank 0 died without a word; last line of its log: {last_line(run)}")
+    try:
+        run.write_status(*(ended or judge_silence(run, kills_before)))
+    except OSError as error:
+        print(f"{run.path}: how it ended cannot be recorded ({error.strerror or error})", file=sys.stderr)
+
+
+def judge_silence(run: RunDir, kills_before: int) -> tuple[Status, str]:
+    """What became of a world that ended by itself and said nothing."""
+    if oom_kills() > kills_before:
+        return "oom", "rank 0 was killed for want of host memory"
+    return "failed", f"rank 0 died without a word; last line of its log: {last_line(run)}"
 
 
 def last_line(run: RunDir) -> str:

@@ -22,6 +22,7 @@ from harness.measure.steps import StepClock, rates
 from harness.measure.traffic import TrafficCounter, ring_traffic_bytes
 from harness.measure.utilisation import utilisation
 from harness.ranks import Diverged, Watch, World
+from harness.rundir import finite
 from harness.server import Server
 from harness.shape import ModelShape
 
@@ -69,6 +70,7 @@ class Recorder:
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs, after a flush; JSON."""
         kept = {name: getattr(self, name) for name in KEPT}
+        kept["last_row"] = {key: finite(value) for key, value in self.last_row.items()}
         return kept | {"wall_s": time.monotonic() - self.started}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -116,7 +118,8 @@ class Recorder:
         """Reduce, write and show the pending rows.
 
         Raises:
-            Diverged: on every rank, when the loss is not finite or has exploded; the rows are written first.
+            Diverged: on every rank, when the loss or the gradient is not finite or the loss has exploded; the rows are
+                written first. Under fp16 an infinite gradient is usual: its update is skipped and the loss scaled anew.
         """
         rows, self.pending = self.pending, []
         if not rows:
@@ -145,9 +148,11 @@ class Recorder:
             self.first_loss = losses[0]
         if self.leader is not None:
             self.leader.rows(rows)
-        bad = next((row for row in rows if not math.isfinite(row["loss"])), None)
-        if bad is not None:
-            raise Diverged(f"the loss of update {bad['step']} is {bad['loss']}")
+        for row in rows:
+            norm = None if self.config.precision == "fp16" else row["grad_norm"]
+            for name, value in (("loss", row["loss"]), ("gradient norm", norm)):
+                if value is not None and not math.isfinite(value):
+                    raise Diverged(f"the {name} of update {row['step']} is {value}")
         mean = sum(losses[: len(rows)]) / len(rows)
         if mean > EXPLODED * self.first_loss:
             raise Diverged(

@@ -7,21 +7,24 @@ metrics.jsonl grows by whole rows.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import psutil
 from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError, safe_open
 
 from harness.config import Config, ConfigError, check_study, dump
 from harness.environment import alive, process_of
@@ -34,6 +37,10 @@ NOT_HASHED = (
     ("train", "keep"), ("data", "cache_dir"), ("launch", "timeout_s"),
     ("launch", "rerun"),
 )  # fmt: skip
+# What every status record has, and what it may have.
+NEEDED_IN_STATUS: dict[str, Any] = {"status": str, "pid": int, "pid_started": (int, float), "host": str}
+STATUS_TYPES = NEEDED_IN_STATUS | {"reason": str, "attempt": int, "wandb_attempt": int}
+GONE = {"status": "failed", "reason": "its run directory is gone"}
 VANISHED = "its process vanished without a word"
 
 
@@ -127,8 +134,11 @@ class RunDir:
                     int(earlier.get("attempt", 0)) + 1,
                     resumable=config.train.resume != "never",
                 )
-        except OSError as error:
-            raise ConfigError(f"runs_dir={config.runs_dir}: cannot be written ({error.strerror or error})") from error
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"runs_dir={config.runs_dir}: cannot be written ({why})") from error
         return run
 
     @classmethod
@@ -180,29 +190,35 @@ class RunDir:
     def read_status(self) -> dict[str, Any] | None:
         """The status record, or None; a `running` whose process is gone on this host reads as `killed`."""
         record = self._read("status.json")
-        if record is not None and not {"status", "pid", "pid_started", "host"} <= record.keys():
+        if record is None:
+            return None
+        if not is_status(record):
             return {"status": "failed", "reason": "its status.json is damaged", "host": socket.gethostname()}
-        if record and record["status"] == "running" and record.get("host") == socket.gethostname():
-            process = process_of(int(record.get("pid", 0)), float(record.get("pid_started", 0)))
-            if not alive(process):
-                record |= {"status": "killed", "reason": VANISHED}
+        here = record["host"] == socket.gethostname()
+        if here and record["status"] == "running" and not alive(process_of(record["pid"], record["pid_started"])):
+            record |= {"status": "killed", "reason": VANISHED}
         return record
 
     def append_metrics(self, rows: list[dict[str, Any]]) -> None:
         """Add rows to metrics.jsonl in one write; non-finite numbers become null."""
-        text = "".join(json.dumps({k: finite(v) for k, v in row.items()}, allow_nan=False) + "\n" for row in rows)
         with open(self.path / "metrics.jsonl", "a") as file:
-            file.write(text)
+            file.write(to_lines(rows))
 
     def cut_metrics(self, step: int) -> None:
         """Keep the rows up to update ``step``, from which a run goes on."""
         rows = [row for row in self.read_metrics() if row["step"] <= step]
-        write_whole(self.path / "metrics.jsonl", "")
-        self.append_metrics(rows)
+        write_whole(self.path / "metrics.jsonl", to_lines(rows))
 
     def read_metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl; what is none, like a row that a full disk has cut off, is left out."""
         path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        rows = []
+        for line in path.read_bytes().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    rows.append(row)
+        return rows
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_json(self.path / "summary.json", {key: finite(value) for key, value in summary.items()})
@@ -215,9 +231,19 @@ class RunDir:
             value = json.loads((self.path / name).read_text())
         except FileNotFoundError:
             return None
-        except ValueError:
+        except (OSError, ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
+
+
+def is_status(record: dict[str, Any]) -> bool:
+    """Whether this is a whole status record."""
+    typed = all(isinstance(record[key], kind) for key, kind in STATUS_TYPES.items() if key in record)
+    return NEEDED_IN_STATUS.keys() <= record.keys() and typed and record["status"] in get_args(Status)
+
+
+def to_lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps({k: finite(v) for k, v in row.items()}, allow_nan=False) + "\n" for row in rows)
 
 
 def finite(value: Any) -> Any:
@@ -234,26 +260,63 @@ def free_neighbour(path: Path) -> Path:
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a folder, oldest first."""
+    """The checkpoints of a folder, oldest first."""
     found = [path for path in folder.glob("samples-*") if (path / "checkpoint.json").exists()]
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+    return sorted((p for p in found if p.name[8:].isdecimal()), key=lambda path: int(path.name[8:]))
+
+
+def damage_of(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint, in one line; empty when each of its files is there and whole."""
+    try:
+        description = json.loads((checkpoint / "checkpoint.json").read_text())
+        for rank in range(description.get("rank_files", 1)):
+            with safe_open(checkpoint / f"rank-{rank}.safetensors", framework="np"):
+                pass
+    except (OSError, ValueError, RecursionError, TypeError, AttributeError, SafetensorError) as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return ""
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint of a folder that is not damaged; those that are, are named on stderr."""
+    for path in reversed(find_checkpoints(folder)):
+        why = damage_of(path)
+        if not why:
+            return path
+        print(f"{path}: damaged, passed over ({why})", file=sys.stderr)
+    return None
+
+
+def checkpoint_of(path: Path) -> Path:
+    """A checkpoint itself, or the newest of a run that is not damaged.
+
+    Raises:
+        ConfigError: when it is damaged, or there is none.
+    """
+    if (path / "checkpoint.json").exists():
+        why = damage_of(path)
+        if why:
+            raise ConfigError(f"{path}: damaged ({why}); give another")
+        return path
+    found = newest_whole(path / "checkpoints")
+    if found is None:
+        raise ConfigError(
+            f"{path}: no checkpoint there; give a run with train.checkpoint_every, or a checkpoint folder"
+        )
+    return found
 
 
 def find_resume(config: Config, run: RunDir) -> Path | None:
     """The checkpoint a run goes on from: ``train.resume`` is ``auto``, ``never``, or a run or checkpoint folder.
 
     Raises:
-        ConfigError: when a given folder holds no checkpoint.
+        ConfigError: when a given folder holds no checkpoint that is whole.
     """
     if config.train.resume == "never":
         return None
     if config.train.resume == "auto":
-        found = find_checkpoints(run.path / "checkpoints")
-        return found[-1] if found else None
-    path = Path(config.train.resume).expanduser().resolve()
-    if (path / "checkpoint.json").exists():
-        return path
-    found = find_checkpoints(path / "checkpoints")
-    if not found:
-        raise ConfigError(f"train.resume={config.train.resume}: no checkpoint there; give a run or a checkpoint folder")
-    return found[-1]
+        return newest_whole(run.path / "checkpoints")
+    try:
+        return checkpoint_of(Path(config.train.resume).expanduser().resolve())
+    except ConfigError as error:
+        raise ConfigError(f"train.resume={error}") from error

@@ -23,7 +23,7 @@ from harness.config import Config, ConfigError
 from harness.display import print_outcome
 from harness.environment import visible_gpus
 from harness.launch import launch
-from harness.rundir import RunDir, RunGoingOn
+from harness.rundir import GONE, RunDir, RunGoingOn
 
 # By launch.rerun: the statuses of earlier points that a sweep leaves as they are.
 KEPT = {"none": ("completed", "oom", "diverged"), "failed": ("completed",), "all": ()}
@@ -52,7 +52,7 @@ def run_once(composed: DictConfig) -> bool:
     config = decide_here(composed, None)
     run = RunDir.create(config, reproducing_command(config.launch.world_size or 1))
     launch(config, run, run.path.name)
-    status = run.read_status() or {}
+    status = run.read_status() or GONE
     print_outcome(sys.stdout, str(run.path.resolve()), status, run.read_summary())
     return status.get("status") == "completed"
 
@@ -109,15 +109,15 @@ class Sweep:
         return self._ended(run, heading, "kept, " if kept else "", config.objective)
 
     def _ended(self, run: RunDir, heading: str, kept: str, objective: str) -> float:
-        status, summary = run.read_status() or {}, run.read_summary() or {}
-        word = status.get("status", "failed")
+        status, summary = run.read_status() or GONE, run.read_summary() or {}
+        word = status["status"]
         self.outcomes.append(word)
         numbers = status.get("reason", "")
-        if word == "completed" and summary:
-            numbers = f"loss {summary['final_loss']:.4f}  {summary['tokens_per_s']:,.0f} tokens/s"
+        if word == "completed":
+            loss, speed = number_of(summary, "final_loss"), number_of(summary, "tokens_per_s")
+            numbers = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
         self._say(f"{heading} {kept}{word}  {run.path.name}  {numbers}")
-        value = summary.get(objective) if word == "completed" else None
-        return float(value) if isinstance(value, (int, float)) else math.nan
+        return number_of(summary, objective) if word == "completed" else math.nan
 
     def _refused(self, composed: DictConfig, heading: str, reason: str) -> float:
         """A point that cannot run is a failed point like any other."""
@@ -125,7 +125,7 @@ class Sweep:
         self._say(f"{heading} failed  {reason}")
         try:
             run = RunDir.refuse(composed, reproducing_command(composed.launch.world_size or 1), reason)
-        except (OSError, ConfigError) as error:
+        except (OSError, ValueError) as error:
             self._say(f"{heading} and could not be recorded: {error}")
         else:
             self.studies[run.path.parent] = None
@@ -150,6 +150,12 @@ class Sweep:
     @staticmethod
     def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+def number_of(summary: dict[str, Any], key: str) -> float:
+    """A number of a summary; nan where it has none."""
+    value = summary.get(key)
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def swept(arguments: list[str]) -> list[Override]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from array import array
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -209,7 +209,9 @@ def to_environment(values: dict[str, Any]) -> Environment:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether this is a number that a float can hold."""
+    largest = sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and -largest <= value <= largest
 
 
 def one_line(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from harness.report.record import (
 from harness.rundir import RunDir
 
 RUN_FILES = ("config.yaml", "status.json", "summary.json", "metrics.jsonl")
+UNREADABLE = (OSError, ValueError, RecursionError)  # what reading a file of whatever content can raise
 EARLIER_RECORD = re.compile(r"-[0-9a-f]{8}\.\d+$")
 
 
@@ -111,7 +112,7 @@ def read_config(path: Path) -> dict[str, Any]:
         values = yaml.load(path.read_text(), Loader=loader)
     except FileNotFoundError:
         raise DamagedRun("no config.yaml") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (*UNREADABLE, yaml.YAMLError) as error:
         raise DamagedRun(f"config.yaml cannot be read ({one_line(error)})") from error
     if not isinstance(values, dict):
         raise DamagedRun("config.yaml holds no config")
@@ -124,7 +125,7 @@ def read_status(path: Path) -> dict[str, Any]:
         written = json.loads((path / "status.json").read_text())
     except FileNotFoundError as error:
         raise DamagedRun("no status.json") from error
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise DamagedRun(f"status.json cannot be read ({one_line(error)})") from error
     if not isinstance(written, dict) or written.get("status") not in STATUSES:
         raise DamagedRun(f"status.json holds no known status (one of {', '.join(STATUSES)})")
@@ -137,7 +138,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_text(), parse_constant=no_number)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise DamagedRun(f"{path.name} cannot be read ({one_line(error)})") from error
     if not isinstance(value, dict):
         raise DamagedRun(f"{path.name} holds no object")
@@ -150,17 +151,17 @@ def read_metrics(path: Path) -> tuple[dict[str, array[float]], str]:
         lines = path.read_text().split("\n")
     except FileNotFoundError:
         return to_columns([]), ""
-    except (OSError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise DamagedRun(f"metrics.jsonl cannot be read ({one_line(error)})") from error
     remark = ""
     try:
         json.loads(lines[-1] or "0")
-    except ValueError:
+    except (ValueError, RecursionError):
         lines.pop()
         remark = "the last row of metrics.jsonl is half-written and left out"
     try:
         rows = json.loads(f"[{','.join(line for line in lines if line.strip())}]", parse_constant=no_number)
-    except ValueError as error:
+    except UNREADABLE as error:
         raise DamagedRun(f"metrics.jsonl has a damaged row ({one_line(error)})") from error
     return to_columns(rows), remark
 

@@ -1,13 +1,16 @@
-"""Injects a fault into one rank of a real world: put this folder on PYTHONPATH and set FAULTS.
+"""Injects faults into real worlds: put this folder on PYTHONPATH. Nothing of the harness knows.
 
-FAULTS is JSON: {"part of a run's name": [rank, update, kind]}, kinds as in FAULT_KINDS. Nothing of the harness knows.
+FAULTS is JSON: {"part of a run's name": [rank, update, kind]}, kinds as in FAULT_KINDS, or at update 0 as in
+WANDB_KINDS. CONSTANTS is JSON: {"module": {"NAME": value}}, constants to be replaced, so that waits are short.
 """
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -22,47 +25,92 @@ def run_out_of_memory():
     raise torch.OutOfMemoryError("injected: tried to allocate 1000 GiB")
 
 
+def spoil_gradients():
+    """From the next update on every gradient is NaN."""
+    import torch
+
+    backward = torch.Tensor.backward
+    torch.Tensor.backward = lambda loss, *arguments, **keywords: backward(loss * float("nan"), *arguments, **keywords)
+
+
 FAULT_KINDS = {
     "raise": raise_error,
     "oom": run_out_of_memory,
+    "nan": spoil_gradients,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "kill launcher": lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(3600)),
     "hang": lambda: time.sleep(3600),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
+WANDB_KINDS = ("wandb unreachable", "wandb slow")
+listener = socket.socket()
 
 
-def inject(module):
-    """Wrap the end of every update of harness.recorder."""
+def fault_here(rank):
+    """Update and kind of the fault that is meant for this rank of this run."""
+    run_dir = next((part for part in sys.argv if part.startswith("--run-dir=")), "")
+    for name, (its_rank, update, kind) in json.loads(os.environ.get("FAULTS", "{}")).items():
+        if name in run_dir and its_rank == rank:
+            return update, kind
+    return None, None
+
+
+def inject_at_updates(module):
+    """Wrap the end of every update."""
     end_update = module.Recorder.end_update
 
     def wrapped(recorder, step, *arguments, **keywords):
-        run_dir = next((part for part in sys.argv if part.startswith("--run-dir=")), "")
-        for name, (rank, update, kind) in json.loads(os.environ["FAULTS"]).items():
-            if name in run_dir and recorder.world.rank == rank and step + 1 == update:
-                FAULT_KINDS[kind]()
+        update, kind = fault_here(recorder.world.rank)
+        if step + 1 == update:
+            FAULT_KINDS[kind]()
         return end_update(recorder, step, *arguments, **keywords)
 
     module.Recorder.end_update = wrapped
 
 
+def inject_at_wandb(module):
+    """Wrap the start of W&B: online, with a server that is not there, or that never answers."""
+    start = module.Tracker.__init__
+
+    def wrapped(tracker, config, run):
+        update, kind = fault_here(0)
+        if update == 0:
+            listener.bind(("127.0.0.1", 0))
+            if kind == "wandb slow":
+                listener.listen()
+            os.environ["WANDB_BASE_URL"] = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            os.environ["WANDB_API_KEY"] = "0" * 40
+            os.environ.pop("WANDB_MODE", None)
+            config.wandb.mode = "online"
+        start(tracker, config, run)
+
+    module.Tracker.__init__ = wrapped
+
+
+HOOKS = {"harness.recorder": inject_at_updates, "harness.tracking": inject_at_wandb} if "RANK" in os.environ else {}
+CONSTANTS = json.loads(os.environ.get("CONSTANTS", "{}"))
+
+
 class Finder(importlib.abc.MetaPathFinder):
+    def __init__(self):
+        self.names = {*HOOKS, *CONSTANTS}
+
     def find_spec(self, name, path, target=None):
-        if name != "harness.recorder":
+        if name not in self.names:
             return None
-        sys.meta_path.remove(self)
+        self.names.remove(name)
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            inject(module)
+            vars(module).update(CONSTANTS.get(name, {}))
+            if name in HOOKS:
+                HOOKS[name](module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-if "FAULTS" in os.environ and "RANK" in os.environ:
-    import importlib.util
-
+if "FAULTS" in os.environ or CONSTANTS:
     sys.meta_path.insert(0, Finder())
