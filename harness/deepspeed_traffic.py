@@ -109,12 +109,15 @@ def sharded(
 ) -> list[Collective]:
     """Stage 3: every parameter padded to a multiple of the ranks, gathered as :mod:`harness.zero3` replays."""
     parameters = parameters_of(shape)
-    groups = len(sub_groups(parameters, settings["sub_group_size"], world_size))
-    norm = 4 if "offload_optimizer" in settings else 8 * groups
-    norms = Collective("all_reduce", norm, NORMS, 1 if "offload_optimizer" in settings else groups)
+    norms = (
+        1 if "offload_optimizer" in settings else len(sub_groups(parameters, settings["sub_group_size"], world_size))
+    )
     buckets = fill_buckets(parameters[::-1], settings["reduce_bucket_size"])
     reduced = grad_accum_steps * padded_elements(parameters, world_size) * element_bytes
-    collectives = [Collective("reduce_scatter", reduced, "gradients", grad_accum_steps * len(buckets)), norms]
+    collectives = [
+        Collective("reduce_scatter", reduced, "gradients", grad_accum_steps * len(buckets)),
+        Collective("all_reduce", 4 * norms, NORMS, norms),
+    ]
     if world_size == 1:
         return collectives
     ahead = look_ahead(settings)

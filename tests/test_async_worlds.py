@@ -154,7 +154,7 @@ def cases_of(world_size: int) -> list[list[str]]:
     return cases + [[each for each in case if "parallel" not in each] for case in cases[-4:]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_weights_equal_those_of_a_naive_parameter_server(world_size, naive_servers):
     cases = cases_of(world_size)
     configs = [compose(*case, world_size=world_size) for case in cases]

@@ -112,17 +112,17 @@ OPTIONS = [
 ]
 CASES = {
     1: [
-        *itertools.product(STAGES, splits(1), ["none"], [[], RAGGED]),
-        *itertools.product(NATIVE, splits(1), ["none"], [RAGGED]),
+        *itertools.product(ENGINES, splits(1), ["none"], [RAGGED]),
     ],
     2: [
-        *itertools.product(STAGES, splits(2), ["none", "full"], [[], RAGGED]),
-        *itertools.product(NATIVE, splits(2), ["none", "full"], [RAGGED]),
+        *itertools.product(STAGES, splits(2), ["none"], [[], RAGGED]),
+        *itertools.product(NATIVE, splits(2), ["none"], [RAGGED]),
+        *itertools.product(ENGINES, splits(2)[1:], ["full"], [RAGGED]),
         *itertools.product(["zero=stage0", "zero=stage3", "engine=ddp"], [2], SELECTIVE, [RAGGED]),
         *itertools.product(["engine=fsdp"], [2], SELECTIVE[:2], [RAGGED]),
         *((engine, 2, f"none {options}", RAGGED) for engine, options in OPTIONS),
     ],
-    4: [*itertools.product(ENGINES, splits(4), ["none"], [RAGGED])],
+    4: [*itertools.product(ENGINES, splits(4)[1:], ["none"], [RAGGED])],
 }
 
 
@@ -143,7 +143,7 @@ def test_worlds_engines_stages_and_splits_equal_one_big_batch(world_size):
     references = {name: plain_loop(compose(*TINY, *SGD, *data)) for name, data in (("", []), ("ragged", RAGGED))}
     configs = [compose(*o, world_size=world_size) for o in overrides]
     results = run_world(world_size, engine_loops, configs)[0]
-    assert len(results) == len(cases) >= 8
+    assert len(results) == len(cases) >= 6
     for (*case, data), result in zip(cases, results, strict=True):
         losses, evaluation, weights = references["ragged" if data else ""]
         got_losses, got_evaluation, _, got_weights, _, _ = result

@@ -12,7 +12,7 @@ from harness.data import open_data
 from tests.launched import FORMS, QUICK, Launched, still_alive
 from tests.worlds import compose
 
-LONG = [*QUICK, "train.steps=40", "train.checkpoint_every=4000", "train.log_every=5", "lr.schedule=constant"]
+LONG = [*QUICK, "train.steps=24", "train.checkpoint_every=4000", "train.log_every=5", "lr.schedule=constant"]
 
 
 def test_told_to_stop_it_checkpoints_and_goes_on_where_it_was(tmp_path):
@@ -27,17 +27,17 @@ def test_told_to_stop_it_checkpoints_and_goes_on_where_it_was(tmp_path):
     assert status["status"] == "killed" and status["resumable"] is True, (status, launched.text())
     (checkpoint,) = (run.path / "checkpoints").iterdir()
     stopped_at = int(checkpoint.name.split("-")[1]) // 16
-    assert stopped_at == run.read_metrics()[-1]["step"] < 40
+    assert stopped_at == run.read_metrics()[-1]["step"] < 24
     before = run.read_metrics()
 
     again = Launched([*FORMS["python"], *LONG, *slow], tmp_path)
     assert again.wait(200) == 0, again.text()
     rows = again.run().read_metrics()
-    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert [row["step"] for row in rows] == list(range(1, 25))
     assert rows[:stopped_at] == before
     status = again.run().read_status()
     assert (status["status"], status["attempt"]) == ("completed", 2) and checkpoint.name in status["resumed_from"]
-    assert again.run().read_summary()["samples"] == 40 * 16
+    assert again.run().read_summary()["samples"] == 24 * 16
     walls = [row["wall_s"] for row in rows]
     assert walls == sorted(walls)
 
