@@ -111,14 +111,13 @@ class Kernels:
     Attributes:
         fused_loss: the vocabulary projection and the loss are one kernel, which leaves the projection's gradient
             instead of logits.
-        fused_norms, fused_mlp: in blocks; by Liger, or by the compiler.
+        fused_blocks: norms and MLPs of blocks; by Liger, or by the compiler.
         fused_last_norm: the norm outside blocks.
         stream_bytes: per element of the residual stream, if not as all others: autocast leaves it in fp32.
     """
 
     fused_loss: bool = False
-    fused_norms: bool = False
-    fused_mlp: bool = False
+    fused_blocks: bool = False
     fused_last_norm: bool = False
     compiled: bool = False  # a block's backward pass makes both gradients of the MLP's inner features at once
     stream_bytes: int | None = None
@@ -151,24 +150,24 @@ def block_activation_bytes(
     element_bytes: int = 2,
     dropout: bool = False,
     materialised: bool = False,
-    kernels: Kernels = Kernels(fused_norms=True),
+    kernels: Kernels = PLAIN,
 ) -> float:
     """Bytes that one block keeps. For a GPT whose activation function is one kernel it is
     :func:`layer_activation_bytes`; a gated MLP keeps gate, up, their product and, unless fused, the activated gate; a
     GELU written out in torch keeps three intermediate results more."""
     if shape.gated_mlp:
-        inner = 3 if kernels.fused_mlp else 4
+        inner = 3 if kernels.fused_blocks else 4
     else:
-        inner = 5 if shape.python_gelu and not kernels.fused_mlp else 2
+        inner = 5 if shape.python_gelu and not kernels.fused_blocks else 2
     per_token: float = (
         2
         * shape.hidden_size
-        * norm_bytes(shape, element_bytes, kernels.stream_bytes or element_bytes, kernels.fused_norms)
+        * norm_bytes(shape, element_bytes, kernels.stream_bytes or element_bytes, kernels.fused_blocks)
     )
     per_token += attention_activation_bytes(shape, seq_len, element_bytes, materialised, dropout)
     per_token += element_bytes * inner * shape.intermediate_size + (2 * shape.hidden_size if dropout else 0)
     if shape.qk_norm:
-        kept = norm_bytes(shape, element_bytes, element_bytes, kernels.fused_norms) - element_bytes
+        kept = norm_bytes(shape, element_bytes, element_bytes, kernels.fused_blocks) - element_bytes
         per_token += kept * (shape.query_size + shape.kv_size)
     return seq_len * micro_size * per_token
 
@@ -184,7 +183,7 @@ def model_activations(
     element_bytes: int = 2,
     dropout: bool = False,
     materialised: bool = False,
-    kernels: Kernels = Kernels(),
+    kernels: Kernels = PLAIN,
 ) -> Activations:
     """What one micro batch keeps, under activation checkpointing.
 

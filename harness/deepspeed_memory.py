@@ -57,20 +57,18 @@ def held_by_deepspeed(
     per_master = MASTER_BYTES * (1 + moments)
     if stage < 3:
         partition = padded_params(shape.params, world_size) // world_size
-        reduced = element_bytes * partition
+        accumulates = grad_accum_steps > 1
+        grad, reduced = MASTER_BYTES * partition, element_bytes * partition
+        produced = element_bytes * shape.params if stage == 1 else reduced  # what a backward pass leaves
         if offload:
-            grad = MASTER_BYTES * partition
-            if grad_accum_steps > 1:
+            if accumulates:
                 grad += element_bytes * accumulated(parameters, partition)
             buffer = reduced + 2 * element_bytes * max(p.elements for p in parameters)
             idle, update = 0, 0
         else:
-            grad = MASTER_BYTES * partition
             buffer = reduction_buffers(settings) * element_bytes
-            idle = element_bytes * (shape.params if stage == 1 else partition) if grad_accum_steps > 1 else 0
+            idle = produced + (buffer if stage == 1 else 0) if accumulates else 0  # stage 1 keeps its buckets too
             update = step_gradients(partition, element_bytes)
-            if stage == 1:  # between micro batches stage 1 keeps its buckets
-                idle += buffer * (grad_accum_steps > 1)
         first = max(idle, buffer)
         return StateBytes(
             param=element_bytes * (padded_params(shape.params, world_size)),
@@ -82,7 +80,7 @@ def held_by_deepspeed(
                 first_gradient=first,
                 first_bucket=first + reduced,
                 until_bucket=until_first_bucket(shape, settings),
-                last_gradient=buffer + element_bytes * (shape.params if stage == 1 else partition),
+                last_gradient=buffer + produced,
                 update=update,
             ),
             on_host=per_master * partition if offload else 0,

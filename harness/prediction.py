@@ -191,8 +191,7 @@ def activations(config: Config, shape: ModelShape, kind: str, mode: str | None =
         materialised=config.model.attention == "eager",
         kernels=Kernels(
             fused_loss=liger,
-            fused_norms=liger or compiled,
-            fused_mlp=liger or compiled,
+            fused_blocks=liger or compiled,
             fused_last_norm=liger and not compiled,
             compiled=compiled,
             stream_bytes=4 if kind == "ddp" else None,
