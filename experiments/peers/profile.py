@@ -11,20 +11,16 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.remove(str(Path(__file__).resolve().parent))
+sys.path.remove(str(Path(__file__).resolve().parent))  # whose profile.py is not Python's
 
 import itertools
 
 import torch
-from hydra import compose, initialize_config_dir
 from torch.profiler import ProfilerActivity, profile
 
-from harness.config import register_schemas, resolve, to_config
-from harness.data import open_data
-from harness.engines import build_engine
-from harness.hf_config import check_limits
+from experiments.inside import Run, join
 from harness.measure.steps import StepClock
-from harness.ranks import World, fix_threads, leave
+from harness.ranks import leave
 
 WARMUP, TIMED, PROFILED = 6, 12, 2
 KINDS = {  # the first whose part of a name is in a kernel's
@@ -42,50 +38,34 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other of torch")
 
 
-def busy(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, last = 0.0, -1.0
-    for start, end in sorted(spans):
+def gaps(spans: list[tuple[float, float, str]]) -> list[tuple[float, str, str]]:
+    """Lengths of the stretches between sorted intervals that none covers, and what ends and starts there."""
+    found, (_, last, before) = [], spans[0]
+    for start, end, name in spans:
+        if start > last:
+            found.append((start - last, before, name))
         if end > last:
-            total += end - max(start, last)
-            last = end
-    return total
+            last, before = end, name
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     arguments, overrides = parser.parse_known_args()
-    register_schemas()
-    world = World.join()
-    fix_threads()
-    world.init_process_group()
-    with initialize_config_dir(str(Path(__file__).resolve().parents[2] / "conf"), version_base="1.3"):
-        config = resolve(to_config(compose("config", overrides)), world.size, on_gpu=True)
-    data = open_data(config, check_limits(config))
-    engine = build_engine(config, world)
-    batch = config.batch
-    assert batch.global_size is not None and batch.micro_size is not None
-    targets, batches = data.update_batches(0, batch.global_size, batch.micro_size, world.rank, world.size)
-    held = [(ids.to(world.device), labels.to(world.device)) for ids, labels in batches]
-    count = torch.full((), float(targets), device=world.device)
-
-    def update() -> None:
-        for number, (ids, labels) in enumerate(held):
-            engine.forward_backward(ids, labels, count, last=number + 1 == len(held))
-        engine.step(1e-4)
-
-    for _ in range(WARMUP):
-        update()
+    world = join()
+    run = Run(world, overrides)
+    for step in range(WARMUP):
+        run.update(step, 1e-4)
     clock = StepClock(world.device)
     marks = [clock.mark()]
-    for _ in range(TIMED):
-        update()
+    for step in range(TIMED):
+        run.update(step, 1e-4)
         marks.append(clock.mark())
     times = [clock.seconds(start, end) for start, end in itertools.pairwise(marks)]
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        for _ in range(PROFILED):
-            update()
+        for step in range(PROFILED):
+            run.update(step, 1e-4)
         torch.cuda.synchronize()
     spans: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     for event in profiled.events():
@@ -95,16 +75,25 @@ def main() -> None:
     by_kind: dict[str, float] = collections.Counter()
     for name, each in spans.items():
         by_kind[kind_of(name)] += sum(end - start for start, end in each) / PROFILED / 1e3
-    everything = [span for each in spans.values() for span in each]
+    everything = sorted((*span, name) for name, each in spans.items() for span in each)
+    idle = gaps(everything)
     if world.rank == 0:
         result = {
             "overrides": overrides,
             "step_ms": 1e3 * statistics.median(times),
-            "busy_ms": busy(everything) / PROFILED / 1e3,
+            "idle_ms": sum(length for length, *_ in idle) / PROFILED / 1e3,
             "ms by kind": dict(sorted(by_kind.items(), key=lambda pair: -pair[1])),
+            "longest gaps (ms)": [(length / 1e3, *names) for length, *names in sorted(idle, reverse=True)[:20]],
+            "ms and number by kernel": sorted(
+                (
+                    (sum(e - s for s, e in each) / PROFILED / 1e3, len(each) // PROFILED, name[:160])
+                    for name, each in spans.items()
+                ),
+                reverse=True,
+            )[:60],
         }
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-        print(result, flush=True)
+        print({key: result[key] for key in ("overrides", "step_ms", "idle_ms", "ms by kind")}, flush=True)
     torch.distributed.barrier()
     leave(0)
 

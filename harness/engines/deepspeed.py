@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -55,6 +57,10 @@ class DeepSpeedEngine:
             model=model, optimizer=self.optimizer, model_parameters=parameters, config=self.settings
         )
         self.engine.clip_fp32_gradients = self._clip_unsharded
+        zero = self.engine.optimizer
+        self._exchange = getattr(zero, "reduce_and_partition_stream", None) or getattr(zero, "reduction_stream", None)
+        if self.dtype == torch.float16 or config.zero.offload_optimizer:
+            self._exchange = None
         if self.stage > 0:
             self.engine.optimizer.get_grad_norm_direct = norm_over_ranks
         self._set_masters()
@@ -108,9 +114,10 @@ class DeepSpeedEngine:
     ) -> torch.Tensor:
         loss = self.engine(input_ids, labels, targets)
         # DeepSpeed averages gradients over ranks; shares are to be summed.
-        self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
-        if not last:
-            self.engine.step()
+        with self._host_ahead():
+            self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
+            if not last:
+                self.engine.step()
         return loss.detach()
 
     def step(self, rate: float) -> torch.Tensor | float | None:
@@ -119,9 +126,14 @@ class DeepSpeedEngine:
         self._norm = None
         if self._clip_norm == 0 and self.engine.optimizer is self.optimizer:
             self._clip_unsharded()
-        self.engine.step()
+        with self._host_ahead():
+            self.engine.step()
         self._held.updates += 1
         return self._norm if self._norm is not None else self.engine.get_global_grad_norm()
+
+    def _host_ahead(self) -> AbstractContextManager[None]:
+        """Around what DeepSpeed does after a forward pass: on a GPU the host does not wait for it."""
+        return nullcontext() if self._exchange is None else host_ahead(self.engine.optimizer, self._exchange)
 
     def _clip_unsharded(self) -> None:
         """DeepSpeed's clipping at stage 0 in fp32 does not tell the norm; this does the same and keeps it."""
@@ -246,6 +258,32 @@ class DeepSpeedEngine:
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
                 whole[name] = parameter.detach().float().cpu().clone()
         return whole
+
+
+@contextmanager
+def host_ahead(zero: Any, exchange: Any) -> Iterator[None]:
+    """Streams wait for one another where DeepSpeed makes the host wait for the device: at the end of each backward pass,
+    and in each step to look at the norm. So the host is still ahead when it comes to the step, whose many small calls
+    would leave the device idle. A norm that is not finite ends a run anyway (fp16, where it does not, is left alone).
+
+    Args:
+        zero: DeepSpeed's optimizer of stages 1 to 3.
+        exchange: the stream on which it reduces gradients.
+    """
+    accelerator = deepspeed.get_accelerator()
+
+    def wait(*_: Any) -> None:
+        exchange.wait_stream(accelerator.current_stream())
+        accelerator.current_stream().wait_stream(exchange)
+
+    with ExitStack() as patches:
+        for owner, name, instead in (
+            (accelerator, "synchronize", wait),
+            (exchange, "synchronize", wait),
+            (sys.modules[type(zero).__module__], "is_invalid_grad_norm", lambda norm: False),
+        ):
+            patches.enter_context(unittest.mock.patch.object(owner, name, instead))
+        yield
 
 
 def norm_over_ranks(gradients: list[torch.Tensor], *_: Any) -> torch.Tensor:
