@@ -109,15 +109,16 @@ class StateBytes:
     optimizer: float
     buffer: float = 0.0  # gathered layers and communication buffers
     moments: Moments = field(default_factory=Moments)
+    pending: float = 0.0  # gradients and weight copies that parallel=async holds back
     on_host: float = 0.0  # how much of it lies in the host's memory
 
     def peak(self, activations: Activations) -> float:
         """The most there is on the device at once."""
-        return self.param + self.optimizer - self.on_host + self.moments.most(activations)
+        return self.param + self.optimizer + self.pending - self.on_host + self.moments.most(activations)
 
     @property
     def total(self) -> float:
-        return self.param + self.grad + self.optimizer + self.buffer
+        return self.param + self.grad + self.optimizer + self.buffer + self.pending
 
 
 def zero_bytes(

@@ -7,12 +7,13 @@ Arithmetic on a resolved config and a model's shape; nothing is allocated and no
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from harness import baselines, scaling, traffic
 from harness.activation import Activations, Kernels, model_activations
-from harness.config import CheckpointingConfig, Config, grad_accum_steps
+from harness.config import AsyncConfig, CheckpointingConfig, Config, grad_accum_steps
 from harness.deepspeed_memory import held_by_deepspeed
 from harness.deepspeed_traffic import NORMS, counted_collectives
 from harness.ds_config import build_ds_config
@@ -20,6 +21,7 @@ from harness.machine import Machine
 from harness.measure import flops
 from harness.memory import StateBytes, check_ranks
 from harness.shape import ModelShape
+from harness.staleness import expected_pending_bytes
 from harness.traffic import Collective
 from harness.zero3 import Recompute
 
@@ -106,6 +108,7 @@ def predict(config: Config, shape: ModelShape, machine: Machine, kind: str, worl
     """
     check_ranks(world_size)
     states, collectives = held_and_sent(config, shape, kind, world_size)
+    states = with_pending(states, config, shape, kind, world_size)
     compute = compute_time(config, shape, machine, world_size)
     times = communication_times(collectives, machine, world_size)
     assert config.batch.per_rank_size is not None
@@ -148,6 +151,17 @@ def held_and_sent(config: Config, shape: ModelShape, kind: str, world_size: int)
     states = held_by_deepspeed(shape, settings, world_size, element_bytes, accumulation, optimizer, momentum)
     recompute = recompute_of(config.checkpointing)
     return states, counted_collectives(shape, settings, world_size, element_bytes, accumulation, recompute)
+
+
+def with_pending(states: StateBytes, config: Config, shape: ModelShape, kind: str, world_size: int) -> StateBytes:
+    """The states with what asynchronous workers hold back, sharded as the optimizer is."""
+    if not isinstance(config.parallel, AsyncConfig):
+        return states
+    parallel = replace(config.parallel, workers=config.parallel.workers or world_size)
+    shard = shape.params if kind in ("zero0", "ddp") else math.ceil(shape.params / world_size)
+    pending = sum(expected_pending_bytes(parallel, shard).values())
+    on_host = config.parallel.pending_device == "cpu" or (config.zero.offload_optimizer and kind in ("zero2", "zero3"))
+    return replace(states, pending=pending, on_host=states.on_host + pending * on_host)
 
 
 def at(zero: Any, stage: int) -> Any:

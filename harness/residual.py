@@ -25,6 +25,7 @@ def predicted_numbers(config: Config, shape: ModelShape, machine: Machine, on_gp
         "param_bytes": prediction.states.param,
         "grad_bytes": prediction.states.grad,
         "optimizer_bytes": prediction.states.optimizer,
+        "pending_gradient_bytes": prediction.states.pending or None,
         "peak_memory_bytes": prediction.memory_bytes if on_gpu else None,
         "comm_bytes_per_step": prediction.comm_bytes_per_step,
         "norm_bytes_per_step": prediction.norm_bytes_per_step,  # the part of it that is norms and flags

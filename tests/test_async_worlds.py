@@ -16,10 +16,13 @@ from harness.config import AsyncConfig, ConfigError, total_steps
 from harness.data import open_data
 from harness.delayed import DelayedOptimizer
 from harness.engines import build_engine, build_torch_optimizer
-from harness.hf_config import check_limits
+from harness.hf_config import check_limits, model_shape
 from harness.lr import rate_at
+from harness.machine import Machine
 from harness.model import build_model
+from harness.prediction import predict
 from harness.recorder import Recorder
+from harness.rundir import job_type
 from harness.server import Server
 from harness.train import train
 from tests.parameter_server import NaiveServer
@@ -205,6 +208,9 @@ def test_a_run_records_what_was_applied_and_holds_back_a_shard():
         whole = 4 * summary["n_params"] * (workers - 1)
         shard = whole if "zero=stage0" in case else whole / 2
         assert summary["pending_gradient_bytes"] == pytest.approx(shard, rel=2e-2), case
+        config = compose(*base, *case, world_size=2)
+        predicted = predict(config, model_shape(config.model), Machine(None, None), job_type(config), 2)
+        assert predicted.states.pending == pytest.approx(shard, rel=1e-3), case
         assert [row["samples"] for row in rows] == [BATCH * k for k in range(1, steps + 1)]
         dropped = "parallel.drain=drop" in case
         applied = [0] * (workers - 1) + list(range(1, steps - workers + 2))

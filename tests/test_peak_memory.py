@@ -21,7 +21,9 @@ def test_peak_is_predicted(row):
     predicted = predict(config, model_shape(config.model), H200, job_type(config), row["world_size"]).memory_bytes
     # models of 0.3 to 1 billion parameters hold nothing else to speak of; DDP casts inside Liger's loss are not counted
     tolerance = 0.01 if "hidden_size=1024" not in row["overrides"] else 0.065
-    if row["overrides"].endswith("batch.global_size=2"):  # on two GPUs the update itself decides, and with it the buckets
+    if row["overrides"].endswith(
+        "batch.global_size=2"
+    ):  # on two GPUs the update itself decides, and with it the buckets
         tolerance = 0.025
     if "engine=ddp model.kernels=liger" in row["overrides"]:
         tolerance = 0.11
