@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.memory import Moments, StateBytes, check_ranks, padded_params
+from harness.memory import Moments, StateBytes, check_ranks, ipg_bucket_bytes, padded_params
 from harness.parameters import Parameter, parameters_of
 from harness.shape import ModelShape
 from harness.zero3 import persistent_parameters
@@ -66,7 +66,12 @@ def held_by_deepspeed(
             buffer = reduced + 2 * element_bytes * max(p.elements for p in parameters)
             idle, update = 0, 0
         else:
-            buffer = reduction_buffers(settings) * element_bytes
+            buffer = ipg_bucket_bytes(
+                settings["reduce_bucket_size"],
+                element_bytes,
+                settings["overlap_comm"],
+                settings["contiguous_gradients"],
+            )
             idle = produced + (buffer if stage == 1 else 0) if accumulates else 0  # stage 1 keeps its buckets too
             update = step_gradients(partition, element_bytes)
         first = max(idle, buffer)
@@ -119,13 +124,6 @@ def until_first_bucket(shape: ModelShape, settings: Mapping[str, Any]) -> float:
 def step_gradients(elements: int, element_bytes: int) -> int:
     """Bytes of gradients while they are made fp32 for the optimizer: as reduced, flattened, and converted."""
     return elements * (2 * element_bytes + (MASTER_BYTES if element_bytes < MASTER_BYTES else 0))
-
-
-def reduction_buffers(settings: Mapping[str, Any]) -> int:
-    """Elements of the buckets that stages 1 and 2 fill in the backward pass; two if they are sent meanwhile."""
-    if not settings["contiguous_gradients"]:
-        return 0
-    return settings["reduce_bucket_size"] * (2 if settings["overlap_comm"] else 1)
 
 
 def accumulated(parameters: tuple[Parameter, ...], partition: int) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from harness.config import Config, ConfigError, grad_accum_steps
@@ -40,7 +41,7 @@ def check_passthrough(config: Config) -> None:
     Raises:
         ConfigError: naming the key and, where there is one, ours to use instead.
     """
-    for path, value in flatten(config.deepspeed):
+    for path, value in leaves(config.deepspeed):
         for derived, ours in DERIVED.items():
             if path == derived or path.startswith(derived + "."):
                 raise ConfigError(f"deepspeed.{path}={value}: derived by the harness; set {ours} instead")
@@ -65,15 +66,13 @@ def check_passthrough(config: Config) -> None:
             raise ConfigError(f"deepspeed.{key}: {problem['msg']}") from error
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted paths and leaves of a nested dict; an empty dict is a leaf."""
-    leaves: list[tuple[str, Any]] = []
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            leaves += flatten(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            leaves.append((f"{prefix}{key}", value))
-    return leaves
+            yield f"{prefix}{key}", value
 
 
 def build_ds_config(config: Config, n_params: int) -> dict[str, Any]:

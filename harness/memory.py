@@ -177,8 +177,8 @@ def unsharded_bytes(params: float, bytes_per_param: float) -> float:
 
 
 def ipg_bucket_bytes(
-    reduce_bucket_size: float, element_bytes: float, overlap_comm: bool, contiguous_gradients: bool = True
-) -> float:
+    reduce_bucket_size: int, element_bytes: int, overlap_comm: bool, contiguous_gradients: bool = True
+) -> int:
     """DeepSpeed's contiguous gradient buckets, alive in the backward pass of stages 1 and 2, always at stage 3.
 
     One of ``reduce_bucket_size`` *elements* in the gradients' type, two with ``overlap_comm``

@@ -115,8 +115,9 @@ def unknowns(config: Config, machine: Machine) -> list[str]:
             f"{machine.hop_latency * 1e6:g} us per hop; nothing was measured (plan.bandwidth)."
         )
     found += [
-        "Activations are those of transformers' Llama and GPT-2 code; the allocator's gaps, the device's context and the "
-        "kernels' workspaces are not counted, commonly 1 to 5 GB on a GPU.",
+        "Activations are those of transformers' Llama and GPT-2 code; the allocator's gaps (few with "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), the device's context and the kernels' workspaces are not "
+        "counted, commonly 1 to 5 GB on a GPU.",
         "How much communication hides behind computation is the least certain part; it is taken as perfect overlap "
         "where the engine overlaps at all.",
         "Data loading, evaluation and checkpoints take no time here; stragglers and failures do not happen.",

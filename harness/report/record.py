@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from harness.config import GROUPS, Config
+from harness.ds_config import leaves
 from harness.rundir import Status
 
 STATUSES: tuple[str, ...] = get_args(Status)
@@ -170,15 +171,9 @@ def expected_keys(group: str, kind: str | None) -> frozenset[str]:
     return frozenset(each.name for each in fields(schema))
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys; lists become tuples, so that every value can be compared and hashed."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = freeze(value)
-    return flat
+def flatten(values: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys; lists become tuples, so that every value can be compared and hashed; empty sections are left out."""
+    return {path: freeze(value) for path, value in leaves(values) if value != {}}
 
 
 def freeze(value: Any) -> Any:
