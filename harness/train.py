@@ -60,9 +60,7 @@ def run(config_text: str, path: Path, resume: Path | None, world: World, screen:
         checkpoints = Checkpoints(config, world, engine, server, data.corpus.fingerprint, path)
         first = 0
         if resume is not None:
-            saved = checkpoints.load(resume)
-            first = saved["samples"] // (config.batch.global_size or 1)
-            recorder.load_state(saved["recorder"])
+            first = recorder.resume(checkpoints, resume) // (config.batch.global_size or 1)
         if leader:
             leader.begin_at(first, resume)
         watch.can_stop_later = config.train.checkpoint_every is not None
