@@ -3,12 +3,11 @@
 A checkpoint holds, for each parameter, its fp32 weight, the optimizer's moments and what asynchrony has pending, in
 fragments: each rank writes what it owns of them to a safetensors file of its own. Any other rank of any other world
 or stage assembles what it needs from those files, so resuming elsewhere needs no conversion, and no pickle is read.
-The folder appears whole, by a rename, or not at all.
+The folder appears whole, by a rename, or not at all, and with checksums, which are written with it.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,17 +19,16 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from harness.checkpoint_folder import checksum_of, find_checkpoints, rank_file, read_description, seal
 from harness.config import Config, ConfigError
 from harness.delayed import DelayedOptimizer
 from harness.measure.memory import local_part
-from harness.rundir import find_checkpoints, write_json
 
 if TYPE_CHECKING:
     from harness.engines import Engine
     from harness.ranks import World
     from harness.server import Server
 
-FORMAT = 1
 WEIGHT = "weight"
 PENDING = "pending/"
 
@@ -84,11 +82,15 @@ class Checkpoints:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         dist.barrier()
-        if self.engine.sharded or self.world.rank == 0:
-            save_file(dict(self._tensors()), part / f"rank-{self.world.rank}.safetensors")
-        dist.barrier()
+        owners = self.world.size if self.engine.sharded else 1
+        checksums = [0.0] * owners
+        if self.world.rank < owners:
+            file = part / rank_file(self.world.rank)
+            save_file(dict(self._tensors()), file)
+            checksums[self.world.rank] = float(checksum_of(file))
+        checksums = self.world.max_over_ranks(checksums)
         if self.world.rank == 0:
-            write_json(part / "checkpoint.json", self._description(step, samples, record))
+            seal(part, self._description(step, samples, record), [int(each) for each in checksums])
             shutil.rmtree(whole, ignore_errors=True)
             part.rename(whole)
             found = find_checkpoints(self.folder)
@@ -110,7 +112,6 @@ class Checkpoints:
         optimizer = self.engine.optimizer
         counters = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
         return {
-            "format": FORMAT,
             "step": step + 1,
             "samples": samples,
             "seed": self.config.seed,
@@ -118,7 +119,6 @@ class Checkpoints:
             "optimizer": self.config.optimizer.kind,
             "parallel": self.config.parallel.kind,
             "world_size": self.world.size,
-            "rank_files": self.world.size if self.engine.sharded else 1,
             "engine": self.config.engine.kind,
             "zero_stage": self.config.zero.stage,
             "n_params": self.engine.n_params,
@@ -243,24 +243,8 @@ class Reader:
         return result
 
     def restore_rng(self, rank: int) -> None:
-        file = self.files.get(f"rank-{rank}.safetensors")
+        file = self.files.get(rank_file(rank))
         if file is not None and "rng/cpu" in file.keys():  # noqa: SIM118
             torch.set_rng_state(file.get_tensor("rng/cpu"))
             if torch.cuda.is_available() and "rng/cuda" in file.keys():  # noqa: SIM118
                 torch.cuda.set_rng_state(file.get_tensor("rng/cuda"))
-
-
-def read_description(path: Path) -> dict[str, Any]:
-    """checkpoint.json.
-
-    Raises:
-        ConfigError: when it is damaged or of another format.
-    """
-    try:
-        description = json.loads((path / "checkpoint.json").read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"train.resume={path}: not a checkpoint ({error})") from error
-    form = description.get("format") if isinstance(description, dict) else None
-    if form != FORMAT:
-        raise ConfigError(f"train.resume={path}: of format {form}, this version reads {FORMAT}")
-    return description

@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from harness.checkpoint_folder import resolve_resume
 from harness.config import (
     GROUPS,
     Config,
@@ -34,7 +35,6 @@ from harness.data import open_data
 from harness.ds_config import check_passthrough
 from harness.hf_config import check_limits
 from harness.kernels import check_kernels
-from harness.rundir import RunDir, find_resume
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -117,7 +117,7 @@ def decide(composed: DictConfig, world_size: int, gpus: int) -> Config:
         check_passthrough(config)
         check_kernels(config.model)
         open_data(config, check_limits(config))
-        find_resume(config, RunDir.of(config))
+        config.train.resume = resolve_resume(config.train.resume)
     except (OSError, RuntimeError, ValueError, TypeError, OverflowError) as error:
         if isinstance(error, ConfigError):
             raise

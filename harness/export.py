@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from harness.checkpoint_folder import checkpoint_of
 from harness.config import ConfigError, load
-from harness.rundir import checkpoint_of
 
 
 def export(run: Path, out: Path) -> Path:
@@ -24,13 +24,12 @@ def export(run: Path, out: Path) -> Path:
     """
     import torch
 
-    from harness.checkpoint import WEIGHT, Reader, read_description
+    from harness.checkpoint import WEIGHT, Reader
     from harness.model import meta_model
 
     checkpoint = checkpoint_of(run)
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: exists and is not empty; give a new folder")
-    read_description(checkpoint)
     try:
         config = load((checkpoint.parent.parent / "config.yaml").read_text())
     except OSError as error:

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from harness.checkpoint_folder import find_resume
 from harness.config import Config, total_steps
 from harness.display import Display
 from harness.environment import RANK_VARIABLES, STOP_SIGNALS, WATCH_PARENT, alive, launchers, oom_kills
@@ -46,9 +47,10 @@ def launch(config: Config, run: RunDir, title: str) -> None:
     ended: tuple[Status, str] | None = None
     with stop_signals():
         try:
+            resume = find_resume(config, run)
             with open(run.logs / "launcher.log", "ab") as log:
                 world = subprocess.Popen(
-                    world_command(config.launch.world_size, run.path.resolve()),
+                    world_command(config.launch.world_size, run.path.resolve(), resume),
                     env=world_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 )  # fmt: skip
             ended = wait(world, run, display, config.launch.timeout_s)
@@ -131,9 +133,10 @@ def last_line(run: RunDir) -> str:
     return "(empty)"
 
 
-def world_command(world_size: int, run_dir: Path) -> list[str]:
-    """What starts the ranks of a run."""
-    return launcher_command(world_size, str(MAIN), f"--run-dir={run_dir}")
+def world_command(world_size: int, run_dir: Path, resume: Path | None) -> list[str]:
+    """What starts the ranks of a run, which goes on from a checkpoint or begins."""
+    options = [f"--run-dir={run_dir}", *([f"--resume={resume.resolve()}"] if resume else [])]
+    return launcher_command(world_size, str(MAIN), *options)
 
 
 def launcher_command(world_size: int, *program: str) -> list[str]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from harness.ranks import World
     from harness.screen import Screen
 
-RUN_DIR = "--run-dir="  # given to the ranks of a world that this module started itself
+RUN_DIR = "--run-dir="  # given to the ranks of a world that this module started itself; --resume= may follow
 
 
 def main() -> None:
@@ -109,14 +109,14 @@ def join(screen: Screen, above: list[psutil.Process | None]) -> World:
 
 def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> dict[str, Any]:
     """Rank 0: decide what the world does and tell the other ranks, whatever happens here."""
+    from harness.checkpoint_folder import find_resume
     from harness.compose import check_gpus, decide, refuse_multirun, reproducing_command, run_hydra
     from harness.config import Config, ConfigError, dump, load
-    from harness.rundir import RunDir, find_resume
+    from harness.rundir import RunDir
 
     message: dict[str, Any] = {"exit": 0}
 
-    def lead(config: Config, run: RunDir) -> None:
-        resume = find_resume(config, run)
+    def lead(config: Config, run: RunDir, resume: Path | None = None) -> None:
         message.update(config=dump(config), run_dir=str(run.path.resolve()), resume=resume and str(resume))
 
     def task(composed: DictConfig) -> None:
@@ -124,13 +124,14 @@ def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> d
         gpus = visible_gpus()
         check_gpus(ranks_on_host(), gpus)
         config = decide(composed, world.size, gpus)
-        lead(config, RunDir.create(config, reproducing_command(world.size)))
+        run = RunDir.create(config, reproducing_command(world.size))
+        lead(config, run, find_resume(config, run))
 
     try:
         with contextlib.redirect_stdout(screen.out), contextlib.redirect_stderr(screen.err):
             if arguments and arguments[0].startswith(RUN_DIR):
-                path = Path(arguments[0].removeprefix(RUN_DIR))
-                lead(load((path / "config.yaml").read_text()), RunDir(path))
+                path, *resume = (Path(argument.split("=", 1)[1]) for argument in arguments)
+                lead(load((path / "config.yaml").read_text()), RunDir(path), *resume)
             else:
                 run_hydra(arguments, task)
     except ConfigError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from harness.checkpoint import Checkpoints
     from harness.train import Leader
 
-KEPT = ("step_times", "data_waits", "first_loss", "last_row", "eval_loss", "eval_time_s", "checkpoint_time_s")
+KEPT = (
+    "step_times", "data_waits", "first_loss", "last_row", "eval_loss", "eval_time_s", "checkpoint_time_s", "load_time_s",
+)  # fmt: skip
 EXPLODED = 2.0  # a flush whose mean loss exceeds this multiple of the first loss has diverged
 
 
@@ -60,12 +63,22 @@ class Recorder:
         self.eval_loss: float | None = None
         self.eval_time_s = 0.0
         self.checkpoint_time_s = 0.0
+        self.load_time_s = 0.0
 
     def checkpoint(self, checkpoints: Checkpoints, step: int) -> None:
         """Write a checkpoint after update ``step``, whose time counts in no update."""
         started = time.monotonic()
         checkpoints.save(step, self.state())
         self.checkpoint_time_s += time.monotonic() - started
+
+    def resume(self, checkpoints: Checkpoints, path: Path) -> int:
+        """Go on from a checkpoint; the samples that are done."""
+        started = time.monotonic()
+        saved = checkpoints.load(path)
+        seconds = time.monotonic() - started
+        self.load_state(saved["recorder"])
+        self.load_time_s += seconds
+        return saved["samples"]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs, after a flush; JSON."""
@@ -192,6 +205,7 @@ class Recorder:
             "data_wait_share": sum(self.data_waits) / sum(self.step_times),
             "eval_time_s": self.eval_time_s,
             "checkpoint_time_s": self.checkpoint_time_s,
+            "load_time_s": self.load_time_s,
             "wall_s": time.monotonic() - self.started,
             "peak_memory_bytes": peak,
             **state,

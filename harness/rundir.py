@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -24,7 +23,6 @@ from typing import Any, Literal, get_args
 import psutil
 from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
-from safetensors import SafetensorError, safe_open
 
 from harness.config import Config, ConfigError, check_study, dump
 from harness.environment import alive, process_of
@@ -257,66 +255,3 @@ def free_neighbour(path: Path) -> Path:
     while (candidate := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     return candidate
-
-
-def find_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, oldest first."""
-    found = [path for path in folder.glob("samples-*") if (path / "checkpoint.json").exists()]
-    return sorted((p for p in found if p.name[8:].isdecimal()), key=lambda path: int(path.name[8:]))
-
-
-def damage_of(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint, in one line; empty when each of its files is there and whole."""
-    try:
-        description = json.loads((checkpoint / "checkpoint.json").read_text())
-        for rank in range(description.get("rank_files", 1)):
-            with safe_open(checkpoint / f"rank-{rank}.safetensors", framework="np"):
-                pass
-    except (OSError, ValueError, RecursionError, TypeError, AttributeError, SafetensorError) as error:
-        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    return ""
-
-
-def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint of a folder that is not damaged; those that are, are named on stderr."""
-    for path in reversed(find_checkpoints(folder)):
-        why = damage_of(path)
-        if not why:
-            return path
-        print(f"{path}: damaged, passed over ({why})", file=sys.stderr)
-    return None
-
-
-def checkpoint_of(path: Path) -> Path:
-    """A checkpoint itself, or the newest of a run that is not damaged.
-
-    Raises:
-        ConfigError: when it is damaged, or there is none.
-    """
-    if (path / "checkpoint.json").exists():
-        why = damage_of(path)
-        if why:
-            raise ConfigError(f"{path}: damaged ({why}); give another")
-        return path
-    found = newest_whole(path / "checkpoints")
-    if found is None:
-        raise ConfigError(
-            f"{path}: no checkpoint there; give a run with train.checkpoint_every, or a checkpoint folder"
-        )
-    return found
-
-
-def find_resume(config: Config, run: RunDir) -> Path | None:
-    """The checkpoint a run goes on from: ``train.resume`` is ``auto``, ``never``, or a run or checkpoint folder.
-
-    Raises:
-        ConfigError: when a given folder holds no checkpoint that is whole.
-    """
-    if config.train.resume == "never":
-        return None
-    if config.train.resume == "auto":
-        return newest_whole(run.path / "checkpoints")
-    try:
-        return checkpoint_of(Path(config.train.resume).expanduser().resolve())
-    except ConfigError as error:
-        raise ConfigError(f"train.resume={error}") from error

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from harness.calibration import machine_here
 from harness.checkpoint import Checkpoints
+from harness.checkpoint_folder import find_checkpoints
 from harness.config import Config, grad_accum_steps, load, total_steps
 from harness.data import Data, open_data
 from harness.display import Display, print_outcome
@@ -26,7 +27,7 @@ from harness.measure.hardware import describe_environment
 from harness.ranks import ToldToStop, Watch, World, fix_threads, leave
 from harness.recorder import Recorder, gpu_name, known_shape
 from harness.residual import predicted_numbers, residuals
-from harness.rundir import RunDir, Status, find_checkpoints, write_json
+from harness.rundir import RunDir, Status, write_json
 from harness.screen import Screen
 from harness.server import Server
 from harness.tracking import Tracker
@@ -59,9 +60,7 @@ def run(config_text: str, path: Path, resume: Path | None, world: World, screen:
         checkpoints = Checkpoints(config, world, engine, server, data.corpus.fingerprint, path)
         first = 0
         if resume is not None:
-            saved = checkpoints.load(resume)
-            first = saved["samples"] // (config.batch.global_size or 1)
-            recorder.load_state(saved["recorder"])
+            first = recorder.resume(checkpoints, resume) // (config.batch.global_size or 1)
         if leader:
             leader.begin_at(first, resume)
         watch.can_stop_later = config.train.checkpoint_every is not None

@@ -36,7 +36,8 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
-from harness.rundir import RunDir, find_checkpoints  # noqa: E402
+from harness.checkpoint_folder import find_checkpoints  # noqa: E402
+from harness.rundir import RunDir  # noqa: E402
 from tests.launched import MAIN, Launched  # noqa: E402
 
 BATCHES = (4, 6, 8, 10, 12, 14)
@@ -90,7 +91,7 @@ RIGHT = {
 SLOW_KINDS = ("stop rank 0", "stop rank 1", "stop launcher")  # cost launch.timeout_s: half as often
 MOUNTING = ("disk full", "run directory read-only")
 BY_THE_RANK = {"NaN in gradients": "nan", "wandb unreachable": "wandb unreachable", "wandb slow": "wandb slow"}
-DAMAGES = ("truncated", "empty", "removed", "overwritten", "description cut")
+DAMAGES = ("byte flipped", "truncated", "empty", "removed", "overwritten", "description cut")
 
 
 @dataclass
@@ -341,7 +342,13 @@ def damage(how: str, point: Point) -> None:
     folder = find_checkpoints(point.run.path / "checkpoints")[-1]
     file = sorted(folder.glob("rank-*.safetensors"))[-1]
     size = file.stat().st_size
-    if how == "truncated":
+    if how == "byte flipped":
+        with open(file, "r+b") as shard:
+            shard.seek(size // 2)
+            (byte,) = shard.read(1)
+            shard.seek(size // 2)
+            shard.write(bytes([byte ^ 1]))
+    elif how == "truncated":
         os.truncate(file, size // 2)
     elif how == "empty":
         os.truncate(file, 0)

@@ -12,7 +12,7 @@ from tests.campaign import OUTSIDE, ROOT, STEPS, Injection, Sweep
 
 def test_six_faults_on_one_point_lose_nothing_that_was_saved(tmp_path, monkeypatch):
     """Three worlds. In the first W&B is killed, the parent sleeps for a while, a rank dies and the newest checkpoint is
-    truncated; the second goes on from the one before and loses its parent; the third cannot reach W&B and completes."""
+    changed in one byte; the second goes on from the one before and loses its parent; the third cannot reach W&B and completes."""
     kill_rank = OUTSIDE["checkpoint damaged"]
 
     def three_at_once(*arguments):
@@ -23,12 +23,15 @@ def test_six_faults_on_one_point_lose_nothing_that_was_saved(tmp_path, monkeypat
     corpus = tmp_path / "corpus.txt"
     shutil.copy(ROOT / "README.md", corpus)
     sweep = Sweep(tmp_path, corpus, "zero2", "quick", f"quick-{os.getpid()}", batches=(4,))
-    damaged = Injection(0, "checkpoint damaged", "checkpoint", 0.2, 0, "truncated")
+    damaged = Injection(0, "checkpoint damaged", "checkpoint", 0.2, 0, "byte flipped")
     parent = Injection(1, "kill parent", "updates", 0.2, 0, "")
     wandb = Injection(2, "wandb unreachable", "start", 0, 0, "")
     (point,) = sweep.points
     for each in (damaged, parent, wandb):
+        whole = point.whole
         assert sweep.inject(deque([each])) == [each], each
+        if each is parent:
+            assert point.run.read_status()["resumed_from"].endswith(f"/samples-{whole}")
     sweep.check_complete({})
     assert [each.failures for each in (damaged, parent, wandb)] == [[], [], []]
     assert point.run.read_status()["attempt"] == 3

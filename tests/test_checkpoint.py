@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from harness.checkpoint import Checkpoints
+from harness.checkpoint_folder import damage_of, find_checkpoints, resolve_resume
 from harness.config import ConfigError, total_steps
 from harness.data import open_data
 from harness.engines import build_engine
+from harness.export import export
 from harness.hf_config import check_limits
-from harness.rundir import find_checkpoints
 from harness.server import Server
 from tests.test_equivalence import TINY
 from tests.worlds import compose, run_world
@@ -138,6 +139,20 @@ def test_what_does_not_fit_or_is_damaged_is_refused(saved, tmp_path):
     description = json.loads((whole / "checkpoint.json").read_text())
     (whole / "checkpoint.json").write_text(json.dumps(description | {"format": 99}))
     assert "of format 99" in run_world(1, load_refused, compose(*BASE), str(tmp_path / "damaged"))[0]
+
+
+def test_a_byte_that_changed_is_found_in_what_any_engine_wrote(saved, tmp_path):
+    for number, (kind, (folder, _)) in enumerate(saved.items()):
+        shutil.copytree(folder, tmp_path / str(number))
+        (path,) = find_checkpoints(tmp_path / str(number) / "checkpoints")
+        assert damage_of(path) == "", kind
+        file = sorted(path.glob("rank-*.safetensors"))[-1]
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        for refuse in (lambda p=path: resolve_resume(str(p)), lambda p=path: export(p, tmp_path / "out")):
+            with pytest.raises(ConfigError, match=rf"{path}: damaged \({file.name} is not what .*; give another$"):
+                refuse()
 
 
 def keep_two(world, config, folder):

@@ -37,7 +37,9 @@ def test_told_to_stop_it_checkpoints_and_goes_on_where_it_was(tmp_path):
     assert rows[:stopped_at] == before
     status = again.run().read_status()
     assert (status["status"], status["attempt"]) == ("completed", 2) and checkpoint.name in status["resumed_from"]
-    assert again.run().read_summary()["samples"] == 24 * 16
+    summary = again.run().read_summary()
+    assert summary["samples"] == 24 * 16
+    assert 0 < summary["load_time_s"] < summary["wall_s"] and 0 < summary["checkpoint_time_s"] < summary["wall_s"]
     walls = [row["wall_s"] for row in rows]
     assert walls == sorted(walls)
 

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from omegaconf import FloatNode, IntegerNode, OmegaConf, StringNode
 from safetensors.torch import save_file
 
-from harness.checkpoint import FORMAT, Reader, key_of
+from harness.checkpoint import Reader, key_of
+from harness.checkpoint_folder import CHECKSUMS, DESCRIPTION, checksum_of, find_resume, rank_file, resolve_resume, seal
 from harness.compose import decide, run_hydra
 from harness.config import ConfigError, DataConfig, dump, load, register_schemas
 from harness.data import IGNORED, Data, StoredCorpus, build_tokens, cut
@@ -28,7 +29,7 @@ from harness.report.runs import read_runs
 from harness.report.series import Comparison
 from harness.report.study import build_pictures
 from harness.report.table import run_rows
-from harness.rundir import RunDir, config_hash, find_resume, run_name, write_json
+from harness.rundir import RunDir, config_hash, run_name
 from tests.launched import FORMS, QUICK, Launched
 from tests.run_factory import make_run, resolved
 from tests.worlds import ROOT
@@ -272,6 +273,9 @@ def damaged(text: bytes, name: str, how: str, what) -> bytes:
         return text[: int(what * (len(text) - 1))]
     if how == "garbage":
         return what
+    if how == "flipped":
+        place = int(what[0] * (len(text) - 1))
+        return text[:place] + bytes([text[place] ^ what[1]]) + text[place + 1 :]
     if how == "inserted":
         place = int(what[0] * len(text))
         return text[:place] + what[1] + text[place:]
@@ -360,7 +364,7 @@ def test_a_damaged_record_stops_no_sweep(study, name, damage):
 # Damaged checkpoints
 
 LENGTHS = (3, 5)  # elements of a parameter that each of two ranks holds
-CHECKPOINT_FILES = ("checkpoint.json", "rank-0.safetensors", "rank-1.safetensors")
+CHECKPOINT_FILES = (DESCRIPTION, CHECKSUMS, rank_file(0), rank_file(1))
 
 
 def write_checkpoint(run, samples):
@@ -369,15 +373,21 @@ def write_checkpoint(run, samples):
     folder.mkdir(parents=True)
     for rank, length in enumerate(LENGTHS):
         weights = {key_of("weight", "weight", sum(LENGTHS[:rank])): torch.full((length,), float(samples))}
-        save_file(weights, folder / f"rank-{rank}.safetensors")
-    write_json(folder / "checkpoint.json", {"format": FORMAT, "samples": samples, "rank_files": 2})
+        save_file(weights, folder / rank_file(rank))
+    seal(folder, {"samples": samples}, [checksum_of(folder / rank_file(rank)) for rank in (0, 1)])
 
 
-@property_of(150)
+@property_of(250)
 @given(
     st.sampled_from(CHECKPOINT_FILES),
-    st.tuples(st.just("cut"), st.floats(0, 0.99)) | st.tuples(st.just("garbage"), GARBAGE) | st.tuples(st.just("removed"), st.none()),
-)  # fmt: skip
+    st.one_of(
+        st.tuples(st.just("flipped"), st.tuples(st.floats(0, 1), st.integers(1, 255))),
+        st.tuples(st.just("flipped"), st.tuples(st.just(1.0), st.integers(1, 255))),
+        st.tuples(st.just("cut"), st.floats(0, 1)),
+        st.tuples(st.just("garbage"), GARBAGE),
+        st.tuples(st.just("removed"), st.none()),
+    ),
+)
 def test_a_damaged_checkpoint_is_passed_over_in_one_line_and_never_loaded_in_part(study, capsys, name, damage):
     study.restore()
     for samples in (64, 96, 128):
@@ -392,13 +402,14 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line_and_never_loaded_in_par
         (newest / name).write_bytes(damaged((newest / name).read_bytes(), name, how, what))
     capsys.readouterr()
     found = find_resume(study.config, study.run)
-    told = capsys.readouterr().err.splitlines()
+    (told,) = capsys.readouterr().err.splitlines()
     assert found == newest.with_name("samples-96")
-    assert len(told) == (newest / "checkpoint.json").exists() and all(str(newest) in line for line in told)
+    assert f"{newest}: damaged, passed over" in told and name in told
     assert Reader(found).read("weight", "weight", 1, 6).tolist() == [96.0] * 6
     with pytest.raises(ConfigError) as refused:
-        find_resume(replace(study.config, train=replace(study.config.train, resume=str(newest))), study.run)
+        resolve_resume(str(newest))
     assert_one_line(refused.value)
+    assert f"train.resume={newest}: damaged" in str(refused.value) and name in str(refused.value)
 
 
 # Secrets and pickles

@@ -90,6 +90,7 @@ def test_the_summary_follows_from_the_metrics(run):
     assert summary["grad_accum_steps"] == 4 and summary["micro_batch_size"] == 4
     assert summary["lr"] == pytest.approx(4e-3)
     assert summary["skipped_steps"] == 0
+    assert summary["checkpoint_time_s"] == summary["load_time_s"] == 0
     # ZeRO-2 in DeepSpeed reduces gradients in every micro step: 4 x all-reduce and one all-gather of the half
     parameters = 4 * summary["n_params"]
     assert summary["comm_bytes_per_step"]["all_reduce"] == pytest.approx(4 * parameters, rel=1e-2)
