@@ -27,6 +27,7 @@ from harness.config import (
     PlanConfig,
     TrainConfig,
     WandbConfig,
+    one_line,
     register_schemas,
     resolve,
     to_config,
@@ -65,7 +66,7 @@ def run_hydra(arguments: list[str], task: Callable[[DictConfig], Any]) -> None:
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(guarded)()
     except Exception as error:
-        raise ConfigError(one_line(error)) from error
+        raise ConfigError(told_by_hydra(error)) from error
     except SystemExit:
         if not raised:
             raise
@@ -77,7 +78,7 @@ def run_hydra(arguments: list[str], task: Callable[[DictConfig], Any]) -> None:
         raise raised[0]
 
 
-def one_line(error: BaseException) -> str:
+def told_by_hydra(error: BaseException) -> str:
     """The message of Hydra or OmegaConf in one line: what, and the options there are."""
     text = str(error).split("Config search path")[0].split("full_key:")[0].split("Set the environment")[0]
     heading, _, options = text.partition("Available options")
@@ -121,7 +122,7 @@ def decide(composed: DictConfig, world_size: int, gpus: int) -> Config:
     except (OSError, RuntimeError, ValueError, TypeError, OverflowError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(one_line(error, 300)) from error
     return config
 
 

@@ -32,6 +32,11 @@ class ConfigError(ValueError):
         super().__init__(" ".join(message.split()))
 
 
+def one_line(error: BaseException, length: int = 200) -> str:
+    """An error of somebody else's in one line: its kind and the start of what it says."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:length]
+
+
 def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{key}={value}: choose one of {', '.join(choices)}")

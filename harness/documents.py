@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.config import ConfigError, DataConfig
+from harness.config import ConfigError, DataConfig, one_line
 
 BYTE_VOCABULARY = 256
 DOCUMENT_END = 0  # byte that ends a document; text has no NUL
@@ -172,11 +172,6 @@ def in_parts(documents: Iterable[Document]) -> Iterator[list[Document]]:
             part, size = [], 0
     if part:
         yield part
-
-
-def one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def tokenizer_files(data: DataConfig) -> list[Any]:

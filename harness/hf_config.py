@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.config import Config, ConfigError, ModelConfig
+from harness.config import Config, ConfigError, ModelConfig, one_line
 from harness.shape import ModelShape, read_shape
 
 
@@ -28,7 +28,7 @@ def hf_config(model: ModelConfig) -> Any:
         known = {*vars(type(settings)()), *settings.attribute_map}
     except Exception as error:
         key = f"model.path={model.path}" if model.path is not None else f"model.family={model.family}"
-        raise ConfigError(f"{key}: cannot be configured ({' '.join(str(error).split())[:200]})") from error
+        raise ConfigError(f"{key}: cannot be configured ({one_line(error)})") from error
     for key in model.config:
         if key not in known:
             raise ConfigError(f"model.config.{key}={model.config[key]}: {type(settings).__name__} has no such argument")

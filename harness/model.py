@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.config import CheckpointingConfig, Config, ConfigError, ModelConfig
+from harness.config import CheckpointingConfig, Config, ConfigError, ModelConfig, one_line
 from harness.hf_config import hf_config, local_or_name
 from harness.kernels import apply_kernels
 
@@ -80,9 +80,7 @@ def meta_model(config: Config) -> Any:
                 trust_remote_code=config.model.trust_remote_code,
             )
     except (ValueError, ImportError) as error:
-        raise ConfigError(
-            f"model={config.model.name}: cannot be built ({' '.join(str(error).split())[:200]})"
-        ) from error
+        raise ConfigError(f"model={config.model.name}: cannot be built ({one_line(error)})") from error
     if not getattr(model, "accepts_loss_kwargs", True):
         raise ConfigError(f"model={config.model.name}: its loss cannot be normalised over a global batch")
     apply_kernels(model, config.model)
@@ -228,9 +226,7 @@ def lazy_tensors(settings: ModelConfig, model: Any) -> Callable[..., Any]:
             **settings.config,
         )
     except Exception as error:
-        raise ConfigError(
-            f"model.path={settings.path}: its weights cannot be loaded ({' '.join(str(error).split())[:200]})"
-        ) from error
+        raise ConfigError(f"model.path={settings.path}: its weights cannot be loaded ({one_line(error)})") from error
     full_model, loading = loaded
     absent = sorted({*loading["missing_keys"], *(key[0] for key in loading["mismatched_keys"])} & wanted)
     if absent:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from harness.calibration import machine_here
 from harness.checkpoint import Checkpoints
 from harness.checkpoint_folder import find_checkpoints
-from harness.config import Config, grad_accum_steps, load, total_steps
+from harness.config import Config, grad_accum_steps, load, one_line, total_steps
 from harness.data import Data, open_data
 from harness.display import Display, print_outcome
 from harness.engines import Engine, build_engine
@@ -125,7 +125,7 @@ class Leader:
     def _lose_wandb(self, error: Exception) -> None:
         traceback.print_exception(error)
         self.tracker = self._starting_tracker = None
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = one_line(error)
         self.run_dir.write_status("running", wandb_lost=reason)
         self.display.say(f"W&B is lost ({reason}); the run goes on, its record is on disk")
 

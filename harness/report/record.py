@@ -207,7 +207,3 @@ def is_number(value: Any) -> bool:
     """Whether this is a number that a float can hold."""
     largest = sys.float_info.max
     return isinstance(value, int | float) and not isinstance(value, bool) and -largest <= value <= largest
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config import ConfigError
+from harness.config import ConfigError, one_line
 from harness.report.record import (
     STATUSES,
     DamagedRun,
@@ -17,7 +17,6 @@ from harness.report.record import (
     check_keys,
     check_run,
     flatten,
-    one_line,
     to_columns,
     to_environment,
 )

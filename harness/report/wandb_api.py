@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from harness.config import ConfigError
+from harness.config import ConfigError, one_line
 from harness.report.record import (
     NEEDED,
     STATUSES,
@@ -16,7 +16,6 @@ from harness.report.record import (
     check_keys,
     check_run,
     flatten,
-    one_line,
     to_columns,
     to_environment,
 )
