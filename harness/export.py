@@ -22,14 +22,14 @@ def export(run: Path, out: Path) -> Path:
     Raises:
         ConfigError: in one line, when there is no checkpoint, it is damaged, or ``out`` is not empty.
     """
+    checkpoint = checkpoint_of(run)
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out}: exists and is not empty; give a new folder")
     import torch
 
     from harness.checkpoint import WEIGHT, Reader, read_description
     from harness.model import meta_model
 
-    checkpoint = checkpoint_of(run)
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out}: exists and is not empty; give a new folder")
     read_description(checkpoint)
     try:
         config = load((checkpoint.parent.parent / "config.yaml").read_text())
