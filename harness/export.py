@@ -22,14 +22,14 @@ def export(run: Path, out: Path) -> Path:
     Raises:
         ConfigError: in one line, when there is no checkpoint, it is damaged, or ``out`` is not empty.
     """
+    checkpoint = checkpoint_of(run)
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out}: exists and is not empty; give a new folder")
     import torch
 
     from harness.checkpoint import WEIGHT, Reader
     from harness.model import meta_model
 
-    checkpoint = checkpoint_of(run)
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out}: exists and is not empty; give a new folder")
     try:
         config = load((checkpoint.parent.parent / "config.yaml").read_text())
     except OSError as error:

@@ -79,11 +79,25 @@ def wait(
         row = tail.newest()
         if row is not None:
             display.update(row)
+        if is_over(world, run):
+            world.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                world.wait(GRACE_S)
         # The ranks end themselves at timeout_s; this is for ranks that cannot.
         if timeout_s is not None and time.monotonic() - started > timeout_s + GRACE_S:
             end_world(world)
             return "timeout", f"took longer than launch.timeout_s={timeout_s:g}"
     return None
+
+
+def is_over(world: subprocess.Popen[bytes], run: RunDir) -> bool:
+    """Whether the end is recorded and no rank is left; DeepSpeed's launcher takes up to two seconds more to see it."""
+    status = run.read_status()
+    if status is None or status["status"] == "running":
+        return False
+    with contextlib.suppress(psutil.Error):
+        return not any(alive(child) for child in psutil.Process(world.pid).children())
+    return False
 
 
 class MetricsTail:

@@ -1,5 +1,7 @@
 """Imported once by the process that test ranks are forked from."""
 
+import gc
+
 import deepspeed  # noqa: F401
 import torch  # noqa: F401
 import transformers.models.gpt2.modeling_gpt2
@@ -9,3 +11,5 @@ import harness.engines.ddp
 import harness.engines.deepspeed
 import harness.engines.fsdp
 import harness.train  # noqa: F401
+
+gc.freeze()  # else a rank looks through all of this each time DeepSpeed or torch collects garbage

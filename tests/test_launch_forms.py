@@ -2,18 +2,29 @@
 
 import os
 import signal
+import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
-from harness.launch import free_port
+from harness.display import Display
+from harness.launch import free_port, wait
+from harness.rundir import RunDir
 from tests.launched import FORMS, MAIN, QUICK, Launched, still_alive
+from tests.worlds import compose
 
-SOME_FORMS = [pytest.param(f, marks=pytest.mark.slow) if f == "deepspeed --no_local_rank" else f for f in FORMS]
+# `python` runs to its end in test_run.py, and is told to end in test_preemption.py and test_sweep.py.
+LAUNCHERS = [form for form in FORMS if form != "python"]
+RARE = "deepspeed --no_local_rank"
+SOME_LAUNCHERS = [pytest.param(form, marks=pytest.mark.slow) if form == RARE else form for form in LAUNCHERS]
 LONG = [*QUICK, "train.steps=100000", "train.log_every=1"]
 
 
-@pytest.mark.parametrize("form", [form for form in SOME_FORMS if form != "python"])  # test_run.py has that one
+@pytest.mark.parametrize(
+    "form", [form for form in SOME_LAUNCHERS if form != "deepspeed"]
+)  # test_readme.py has that one
 def test_a_run_completes_in_every_form_from_any_folder(form, tmp_path):
     launched = Launched([*FORMS[form], *QUICK], tmp_path)
     assert launched.wait() == 0, launched.text()
@@ -26,7 +37,7 @@ def test_a_run_completes_in_every_form_from_any_folder(form, tmp_path):
     assert "FutureWarning" not in launched.text()
 
 
-@pytest.mark.parametrize("form", SOME_FORMS)
+@pytest.mark.parametrize("form", SOME_LAUNCHERS)
 def test_term_to_the_outermost_process_leaves_killed_and_no_orphan(form, tmp_path):
     launched = Launched([*FORMS[form], *LONG], tmp_path)
     run = launched.wait_for_update()
@@ -36,6 +47,15 @@ def test_term_to_the_outermost_process_leaves_killed_and_no_orphan(form, tmp_pat
     launched.wait(60)
     assert still_alive(below, within_s=30) == []
     assert run.read_status()["status"] == "killed", run.read_status()
+
+
+def test_a_launcher_that_outlives_its_ranks_is_told_to_end(tmp_path):
+    run = RunDir.create(compose(f"runs_dir={tmp_path}"), "command")
+    world = subprocess.Popen(["sleep", "60"])
+    threading.Timer(1, run.write_status, ["completed"]).start()
+    started = time.monotonic()
+    assert wait(world, run, Display(sys.stderr, 1, ""), None) is None
+    assert 1 < time.monotonic() - started < 10 and world.returncode == -signal.SIGTERM
 
 
 def test_slurm_tasks_are_ranks(tmp_path):

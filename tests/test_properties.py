@@ -1,5 +1,5 @@
 """Whatever is put in: a config resolves or is refused in one line, no token is lost or counted twice, a damaged record is
-skipped and named, a damaged checkpoint is never loaded in part, and no secret is written down."""
+skipped and named, and a damaged checkpoint is never loaded in part."""
 
 import copy
 import functools
@@ -30,7 +30,6 @@ from harness.report.series import Comparison
 from harness.report.study import build_pictures
 from harness.report.table import run_rows
 from harness.rundir import RunDir, config_hash, run_name
-from tests.launched import FORMS, QUICK, Launched
 from tests.run_factory import make_run, resolved
 from tests.worlds import ROOT
 
@@ -412,24 +411,7 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line_and_never_loaded_in_par
     assert f"train.resume={newest}: damaged" in str(refused.value) and name in str(refused.value)
 
 
-# Secrets and pickles
-
-SECRETS = {
-    "WANDB_API_KEY": "5ec2e7" * 6 + "aaaa", "HF_TOKEN": "hf_5ec2e75ec2e7", "AWS_SECRET_ACCESS_KEY": "5ec2e7/aws/5ec2e7"
-}  # fmt: skip
-
-
-def test_no_secret_of_the_environment_is_written_into_a_run(tmp_path):
-    launched = Launched(
-        [*FORMS["python"][:2], *QUICK, "launch.world_size=1", "wandb.mode=offline"], tmp_path, **SECRETS
-    )
-    assert launched.wait() == 0, launched.text()
-    files = [path for path in launched.run().path.rglob("*") if path.is_file()]
-    assert {"env.json", "rank0.log", "launcher.log"} <= {path.name for path in files}
-    assert any(path.suffix == ".wandb" for path in files)
-    for path in [*files, tmp_path / "output.txt"]:
-        content = path.read_bytes()
-        assert not [name for name, secret in SECRETS.items() if secret.encode() in content], path
+# Pickles
 
 
 def test_no_pickle_is_read():

@@ -15,7 +15,11 @@ STEPS = 12
 OVERRIDES = [
     "+exp=zero2", f"train.steps={STEPS}", "train.eval_every=128", "train.log_every=5", "batch.micro_size=4",
     "data.eval_samples=13", "data.seq_len=64", "study=record", "lr.rule=linear", "lr.base_batch_size=16",
+    "wandb.mode=offline",
 ]  # fmt: skip
+SECRETS = {
+    "WANDB_API_KEY": "5ec2e7" * 6 + "aaaa", "HF_TOKEN": "hf_5ec2e75ec2e7", "AWS_SECRET_ACCESS_KEY": "5ec2e7/aws/5ec2e7"
+}  # fmt: skip
 
 
 def read_wandb(run: RunDir) -> tuple[list[dict], dict, dict, int]:
@@ -37,7 +41,7 @@ def read_wandb(run: RunDir) -> tuple[list[dict], dict, dict, int]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    launched = Launched([*FORMS["python"], *OVERRIDES], tmp_path_factory.mktemp("record"))
+    launched = Launched([*FORMS["python"], *OVERRIDES], tmp_path_factory.mktemp("record"), **SECRETS)
     assert launched.wait() == 0, launched.text()
     return launched.run()
 
@@ -128,6 +132,15 @@ def test_wandb_holds_the_same(run):
     assert (record["run_group"], record["job_type"]) == ("record", "zero2")
     assert record["run_id"] == f"record-{config_hash(load((run.path / 'config.yaml').read_text()))}-1"
     assert exit_code == 0
+
+
+def test_no_secret_of_the_environment_is_written_into_a_run(run):
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert {"env.json", "rank0.log", "rank1.log", "launcher.log"} <= {path.name for path in files}
+    assert any(path.suffix == ".wandb" for path in files)
+    for path in [*files, run.path.parents[2] / "output.txt"]:
+        content = path.read_bytes()
+        assert not [name for name, secret in SECRETS.items() if secret.encode() in content], path
 
 
 def test_run_again_after_completion_the_earlier_record_moves_aside(run, tmp_path):

@@ -15,10 +15,6 @@ import sys
 import time
 
 
-def raise_error():
-    raise RuntimeError("injected")
-
-
 def run_out_of_memory():
     import torch
 
@@ -34,7 +30,6 @@ def spoil_gradients():
 
 
 FAULT_KINDS = {
-    "raise": raise_error,
     "oom": run_out_of_memory,
     "nan": spoil_gradients,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
