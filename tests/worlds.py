@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import pickle
@@ -11,12 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-
-from harness.config import Config, register_schemas, resolve, to_config
+from harness.config import Config, resolve
 from harness.environment import RANK_VARIABLES
 from harness.launch import free_port
+from tests.run_factory import compose_config
 
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
@@ -25,9 +24,7 @@ FORKS.set_forkserver_preload(["tests.preload"])
 
 def compose(*overrides: str, world_size: int = 1, on_gpu: bool = False) -> Config:
     """The resolved config of a command line."""
-    register_schemas()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve(to_config(hydra_compose("config", list(overrides))), world_size, on_gpu)
+    return resolve(copy.deepcopy(compose_config(overrides)), world_size, on_gpu)
 
 
 def run_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
