@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -476,6 +477,7 @@ GROUPS: dict[str, dict[str, type]] = {
 }
 
 
+@cache
 def register_schemas() -> None:
     """Make the dataclasses known to Hydra; ``conf/GROUP/*.yaml`` name them in their defaults."""
     store = ConfigStore.instance()

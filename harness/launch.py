@@ -80,9 +80,8 @@ def wait(
         if row is not None:
             display.update(row)
         if is_over(world, run):
-            world.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                world.wait(GRACE_S)
+            end_world(world)
+            return None
         # The ranks end themselves at timeout_s; this is for ranks that cannot.
         if timeout_s is not None and time.monotonic() - started > timeout_s + GRACE_S:
             end_world(world)

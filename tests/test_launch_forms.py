@@ -51,7 +51,7 @@ def test_term_to_the_outermost_process_leaves_killed_and_no_orphan(form, tmp_pat
 
 def test_a_launcher_that_outlives_its_ranks_is_told_to_end(tmp_path):
     run = RunDir.create(compose(f"runs_dir={tmp_path}"), "command")
-    world = subprocess.Popen(["sleep", "60"])
+    world = subprocess.Popen(["sleep", "60"], start_new_session=True)
     threading.Timer(1, run.write_status, ["completed"]).start()
     started = time.monotonic()
     assert wait(world, run, Display(sys.stderr, 1, ""), None) is None
