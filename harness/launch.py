@@ -137,12 +137,13 @@ def judge_silence(run: RunDir, kills_before: int) -> tuple[Status, str]:
 
 
 def last_line(run: RunDir) -> str:
-    """The last words of the logs of a world that did not get to write a status."""
+    """The last words of the logs of a world that did not get to write a status: Python's on a crash, where it had some."""
     for name in ("rank0.log", "launcher.log"):
         with contextlib.suppress(OSError):
             lines = [line for line in (run.logs / name).read_text(errors="replace").splitlines() if line.strip()]
+            fatal = [line for line in lines if line.startswith("Fatal Python error")]
             if lines:
-                return lines[-1][:300]
+                return (fatal or lines)[-1][:300]
     return "(empty)"
 
 

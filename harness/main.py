@@ -7,6 +7,7 @@ and starts a world on it.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import sys
@@ -84,6 +85,7 @@ def run_rank(arguments: list[str]) -> NoReturn:
         from harness.screen import Screen
 
         screen = Screen()
+        faulthandler.enable()  # a crash inside a library leaves its place in the rank's log
         from harness.ranks import leave
 
     world = join(screen, above)

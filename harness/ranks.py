@@ -236,8 +236,8 @@ class Watch(threading.Thread):
         if first and (status == "killed" or first["time"] < noticed):
             return first["status"], f"rank {first['rank']}: {first['reason']}"
         told = min(notes.values(), key=lambda note: note["time"], default=None)
-        if told and told["status"] == "killed" and told["time"] < noticed:  # what broke here is its echo
-            return "killed", told["reason"]
+        if told and told["status"] == "killed" and (status == "killed" or told["time"] < noticed):
+            return "killed", told["reason"]  # what ended this rank is its echo
         return status, reason
 
     def _leave_note(self, status: Status, reason: str) -> None:

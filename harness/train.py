@@ -95,6 +95,7 @@ class Leader:
         self.screen = screen
         self.tracker: Tracker | None = None
         self.display = Display(screen.err, total_steps(config), run_dir.path.name)
+        self._recording, self._ended = threading.Lock(), False  # the watch thread may record an end meanwhile
         run_dir.write_status("running")
         # W&B takes a second or two to start, mostly waiting: that goes on while the engine is built.
         self._starting_tracker = None
@@ -126,7 +127,9 @@ class Leader:
         traceback.print_exception(error)
         self.tracker = self._starting_tracker = None
         reason = one_line(error)
-        self.run_dir.write_status("running", wandb_lost=reason)
+        with self._recording:
+            if not self._ended:
+                self.run_dir.write_status("running", wandb_lost=reason)
         self.display.say(f"W&B is lost ({reason}); the run goes on, its record is on disk")
 
     def begin_at(self, step: int, resume: Path | None) -> None:
@@ -156,7 +159,9 @@ class Leader:
         if (self.run_dir.read_status() or {}).get("status") == "completed":
             return
         resumable = bool(find_checkpoints(self.run_dir.path / "checkpoints"))
-        self.run_dir.write_status(status, reason, resumable=resumable)
+        with self._recording:
+            self._ended = True
+            self.run_dir.write_status(status, reason, resumable=resumable)
         self.display.close()
         if self._starting_tracker is not None:
             closing = threading.Thread(target=self._close_tracker, args=(status, reason), daemon=True)
@@ -215,7 +220,7 @@ def train(
         if checkpoints.due(step, steps) or recorder.stop_requested:
             recorder.checkpoint(checkpoints, step)
         if recorder.stop_requested and step + 1 < steps:
-            raise ToldToStop(recorder.watch.told if recorder.watch else "")
+            raise ToldToStop((recorder.watch and recorder.watch.told) or "another rank was told to stop")
 
 
 def evaluation_due(config: Config, step: int, steps: int) -> bool:

@@ -271,6 +271,8 @@ class Sweep:
         if injection.kind == "run directory removed":
             point.whole, point.rows, point.damaged = 0, [], set()
         check_kept(injection, point)
+        if injection.failures and point.run.path.exists():
+            shutil.copytree(point.run.path, self.folder / "failed" / str(injection.number))
         say(f"  {injection}: {word} {'' if not injection.failures else injection.failures}")
         return True
 
@@ -501,8 +503,6 @@ def run_campaign(seed: int, start: int, injections: int, folder: Path) -> list[I
             failed = [each for each in done if each.failures]
             for each in failed:
                 say(f"  FAILED {each}: {each.failures}")
-            if failed:
-                shutil.copytree(sweep.study, folder / "failed" / sweep.study.name)
             shutil.rmtree(sweep.study)
             assert done, f"nothing could be injected: {folder}"
             finished += done
