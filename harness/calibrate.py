@@ -63,7 +63,7 @@ def asked_world_size(arguments: list[str]) -> int:
     Raises:
         ConfigError: for anything else on the command line, or more ranks than GPUs.
     """
-    from harness.compose import check_gpus
+    from harness.compose import check_ranks
 
     gpus = visible_gpus()
     world_size = gpus or 2
@@ -72,7 +72,7 @@ def asked_world_size(arguments: list[str]) -> int:
         if key != "launch.world_size" or not value.isdigit() or int(value) < 1:
             raise ConfigError(f"{argument}: only launch.world_size=N can be chosen")
         world_size = int(value)
-    check_gpus(world_size, gpus)
+    check_ranks(world_size, gpus)
     return world_size
 
 

@@ -125,7 +125,7 @@ def join(screen: Screen, above: list[psutil.Process | None]) -> World:
 def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> dict[str, Any]:
     """Rank 0: decide what the world does and tell the other ranks, whatever happens here."""
     from harness.checkpoint_folder import find_resume
-    from harness.compose import check_gpus, decide, refuse_multirun, reproducing_command, run_hydra
+    from harness.compose import check_ranks, decide, refuse_multirun, reproducing_command, run_hydra
     from harness.config import Config, ConfigError, dump, load
     from harness.rundir import RunDir
 
@@ -137,7 +137,7 @@ def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> d
     def task(composed: DictConfig) -> None:
         refuse_multirun()
         gpus = visible_gpus()
-        check_gpus(ranks_on_host(), gpus)
+        check_ranks(ranks_on_host(), gpus)
         config = decide(composed, world.size, gpus)
         run = RunDir.create(config, reproducing_command(world.size))
         lead(config, run, find_resume(config, run))

@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from harness.compose import check_gpus, decide, refuse_multirun, reproducing_command
+from harness.compose import check_ranks, decide, refuse_multirun, reproducing_command
 from harness.config import Config, ConfigError
 from harness.display import print_outcome
 from harness.environment import visible_gpus
@@ -38,7 +38,7 @@ def decide_here(composed: DictConfig, default_world_size: int | None) -> Config:
     gpus = visible_gpus()
     asked = composed.launch.world_size
     world_size = asked if isinstance(asked, int) and asked > 0 else (default_world_size or gpus or 1)
-    check_gpus(world_size, gpus)
+    check_ranks(world_size, gpus)
     return decide(composed, world_size, gpus)
 
 

@@ -2,11 +2,12 @@
 
 import os
 import socket
+from types import SimpleNamespace
 
 import datasets
 import pytest
 
-from harness.compose import check_gpus
+from harness.compose import check_ranks
 from harness.config import ConfigError
 from harness.main import run_parent
 from tests.launched import FORMS, QUICK, Launched
@@ -127,11 +128,15 @@ def test_a_mistake_gives_one_line_before_any_rank_starts(command, tmp_path, monk
     assert not os.path.exists(tmp_path / "runs")
 
 
-def test_more_ranks_than_gpus():
-    check_gpus(4, 0)
-    check_gpus(2, 2)
+def test_more_ranks_than_the_machine_has_gpus_or_memory_for(monkeypatch):
+    check_ranks(4, 0)
+    check_ranks(2, 2)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=16_000_000_000))
+    check_ranks(61, 0)
+    with pytest.raises(ConfigError, match="launch.world_size=62: a rank takes 0.26 GB .* has 16 GB; start at most 61"):
+        check_ranks(62, 0)
     with pytest.raises(ConfigError, match="world_size=4: this machine shows 2 GPUs"):
-        check_gpus(4, 2)
+        check_ranks(4, 2)
 
 
 def test_a_mistake_under_a_launcher_is_told_once_and_ends_every_rank(tmp_path):
