@@ -133,7 +133,7 @@ def test_more_ranks_than_the_machine_has_gpus_or_memory_for(monkeypatch):
     check_ranks(2, 2)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=16_000_000_000))
     check_ranks(61, 0)
-    with pytest.raises(ConfigError, match="launch.world_size=62: a rank takes 0.26 GB .* has 16 GB; start at most 61"):
+    with pytest.raises(ConfigError, match="start at most 61 ranks"):
         check_ranks(62, 0)
     with pytest.raises(ConfigError, match="world_size=4: this machine shows 2 GPUs"):
         check_ranks(4, 2)
