@@ -17,6 +17,7 @@ from harness.config import ConfigError, DataConfig, one_line
 
 BYTE_VOCABULARY = 256
 DOCUMENT_END = 0  # byte that ends a document; text has no NUL
+FILE_FORMATS = ("json", "csv", "parquet", "text", "arrow", "xml", "webdataset")  # names of readers, not of data sets
 PART = 2**18  # characters tokenised at once, on all cores
 
 Document = str | bytes | tuple[str, str]  # a text, or a prompt and the response to it
@@ -129,6 +130,8 @@ def load_named(data: DataConfig, key: str) -> tuple[Any, list[Any]]:
     import datasets
 
     split = getattr(data, key)
+    if data.name in FILE_FORMATS and not data.files:
+        raise ConfigError(f"data.name={data.name}: a format of files; say which by data.files='*.{data.name}'")
     files = data.files and [
         name
         for pattern in data.files

@@ -48,6 +48,8 @@ def launch(config: Config, run: RunDir, title: str) -> None:
     with stop_signals():
         try:
             resume = find_resume(config, run)
+            if resume is not None:
+                display.say(f"goes on from {resume}")
             with open(run.logs / "launcher.log", "ab") as log:
                 world = subprocess.Popen(
                     world_command(config.launch.world_size, run.path.resolve(), resume),
@@ -100,15 +102,16 @@ def is_over(world: subprocess.Popen[bytes], run: RunDir) -> bool:
 
 
 class MetricsTail:
-    """Follows the end of a growing metrics.jsonl."""
+    """Follows the end of a growing metrics.jsonl, from where it ends now."""
 
     def __init__(self, run: RunDir):
         self.path = run.path / "metrics.jsonl"
-        self.offset = 0
+        self.offset = self.path.stat().st_size if self.path.exists() else 0
 
     def newest(self) -> dict[str, Any] | None:
         """The last whole row written since the last call."""
         with contextlib.suppress(OSError, ValueError), open(self.path, "rb") as file:
+            self.offset = min(self.offset, os.fstat(file.fileno()).st_size)  # cut back to a checkpoint
             file.seek(self.offset)
             whole, newline, _ = file.read().rpartition(b"\n")
             if newline:

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__" and sys.path and Path(sys.path[0]).resolve() == ROOT / "harness":
@@ -57,12 +57,14 @@ def run_parent(arguments: list[str], default_world_size: int | None = None) -> N
     from harness.compose import run_hydra
     from harness.config import ConfigError
     from harness.launch import Stopped, stop_signals
+    from harness.screen import Shown
     from harness.sweep import Sweep, is_multirun, run_once
 
     sweep = Sweep(arguments, default_world_size) if is_multirun(arguments) else None
     completed: list[bool] = []
+    out, err = cast(TextIO, Shown(sys.stdout)), cast(TextIO, Shown(sys.stderr))
     try:
-        with stop_signals():
+        with stop_signals(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             run_hydra(arguments, sweep or (lambda composed: completed.append(run_once(composed))))
             if sweep is not None and sweep.done:
                 sweep.finish()

@@ -79,6 +79,7 @@ def row_dict(plan: Plan, row: Row) -> dict[str, Any]:
         "grad_bytes": p.states.grad,
         "optimizer_bytes": p.states.optimizer,
         "buffer_bytes": p.states.buffer,
+        "pending_gradient_bytes": p.states.pending,
         "activation_bytes": p.activations.most,
         "peak_memory_bytes": p.memory_bytes,
         "state_bytes_by_convention": {name: convention_bytes(plan, row, name) for name in CONVENTIONS},
@@ -145,7 +146,8 @@ def print_world(console: Any, plan: Plan, world: WorldPlan) -> None:
     console.print(f"activations: {kept}", markup=False)
     unit, scale = unit_of([row.prediction.memory_bytes for row in world.rows])
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, show_edge=False)
-    heads = ["param", "grad", "optim", "buffer", "activ", "total", "(12)", "(16)"]
+    pending = ["pending"] if any(row.prediction.states.pending for row in world.rows) else []
+    heads = ["param", "grad", "optim", "buffer", *pending, "activ", "total", "(12)", "(16)"]
     for head in [unit, *heads, "fits", "micro", "sent", "compute", "exposed", "tok/s", "MFU", "days"]:
         table.add_column(head, justify="left" if head == unit else "right", no_wrap=True)
     for row in world.rows:
@@ -155,6 +157,7 @@ def print_world(console: Any, plan: Plan, world: WorldPlan) -> None:
             p.states.grad,
             p.states.optimizer,
             p.states.buffer,
+            *([p.states.pending] if pending else []),
             p.activations.most,
             p.memory_bytes,
         )

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -125,7 +126,9 @@ class RunDir:
                     remedy = "wait for it or end it, or use launch.rerun=all if that host is gone"
                     raise RunGoingOn(f"{run.path}: this run is going on ({where}); {remedy}")
                 if earlier.get("status") == "completed":
-                    run.path.rename(free_neighbour(run.path))
+                    beside = free_neighbour(run.path)
+                    run.path.rename(beside)
+                    print(f"{run.path} has completed before: its record is now {beside.name}", file=sys.stderr)
                 run._begin(
                     dump(config),
                     command,

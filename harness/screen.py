@@ -7,7 +7,33 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
+
+
+class Shown:
+    """A stream to a person, who may leave as ``head`` does: what is written from then on goes nowhere."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def write(self, text: str) -> int:
+        try:
+            return self._file.write(text)
+        except OSError:
+            return self._lose(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError:
+            self._lose("")
+
+    def _lose(self, text: str) -> int:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 class Screen:
@@ -19,8 +45,8 @@ class Screen:
     def __init__(self) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        self.out: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
-        self.err: TextIO = os.fdopen(os.dup(2), "w", buffering=1)
+        self.out = cast(TextIO, Shown(os.fdopen(os.dup(1), "w", buffering=1)))
+        self.err = cast(TextIO, Shown(os.fdopen(os.dup(2), "w", buffering=1)))
         self._waiting = tempfile.TemporaryFile("w+b")  # noqa: SIM115
         self._redirect(self._waiting.fileno())
 

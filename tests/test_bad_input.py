@@ -56,6 +56,7 @@ CASES = {
     "data=text": ["data.path", "data=text"],
     "data=text data.path=/nowhere": ["data.path=/nowhere", "no such file"],
     "data=hub": ["data.name", "data.path"],
+    "data=hub data.name=json": ["data.name=json", "data.files='*.json'"],
     "data=hub data.path=/nowhere": ["/nowhere", "no such folder"],
     "data=hub data.path=SAVED data.column=body": ["data.column=body", "title, text"],
     "data=hub data.path=SAVED data.split=test": ["data.split=test", "train"],

@@ -12,7 +12,7 @@ from harness.config import ConfigError
 from harness.hf_config import model_shape
 from harness.machine import Machine
 from harness.plan import make_plan
-from harness.plan_page import print_plan
+from harness.plan_page import print_plan, to_dict
 from harness.prediction import KINDS, predict
 from harness.scenario import plan_world
 from tests.launched import ROOT
@@ -193,3 +193,22 @@ def test_a_mixture_of_experts_is_refused_in_one_line():
     config = compose("model=llama_tiny", "+model.config.num_local_experts=8")
     with pytest.raises(ConfigError, match="mixture"):
         model_shape(replace(config.model, family="mixtral"))
+
+
+def test_what_asynchronous_workers_hold_back_is_in_the_plan(capsys):
+    command = ["model=gpt2", "plan.device=h200", "plan.world_sizes=[1,8]"]
+    arms = {workers: ["parallel=async", f"parallel.workers={workers}"] for workers in (1, 8)}
+    plans = {workers: make_plan(compose(*command, *arm, on_gpu=True)) for workers, arm in arms.items()}
+    alone, eight = (
+        {(w["world_size"], r["kind"]): r for w in to_dict(plans[workers])["worlds"] for r in w["rows"]}
+        for workers in (1, 8)
+    )
+    for (ranks, kind), row in eight.items():
+        pending = 7 * 4 * 124_439_808 / (1 if kind in ("zero0", "ddp") else ranks)
+        assert row["pending_gradient_bytes"] == pytest.approx(pending, rel=1e-6)
+        assert alone[ranks, kind]["pending_gradient_bytes"] == 0
+        more = row["peak_memory_bytes"] - alone[ranks, kind]["peak_memory_bytes"]
+        assert more == pytest.approx(pending, rel=1e-6)
+    for workers, shown in ((8, True), (1, False)):
+        print_plan(plans[workers])
+        assert ("pending" in capsys.readouterr().out) is shown
