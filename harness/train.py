@@ -171,7 +171,12 @@ class Leader:
 
     def _close_tracker(self, status: Status, reason: str) -> None:
         assert self._starting_tracker is not None
-        self._starting_tracker.result().finish(None, status, reason)
+        try:
+            self._starting_tracker.result().finish(None, status, reason)
+        except Exception as error:  # who ends a whole process group ends W&B's process as well
+            traceback.print_exception(error)
+            with self._recording:
+                self.run_dir.write_status(status, reason, wandb_lost=one_line(error))
 
     def _print_outcome(self) -> None:
         status = self.run_dir.read_status() or {}

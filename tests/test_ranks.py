@@ -1,7 +1,9 @@
 """What a rank raises becomes a status and one line."""
 
+import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,19 +11,21 @@ import torch
 from harness.config import ConfigError
 from harness.launch import last_line
 from harness.ranks import Diverged, ToldToStop, Watch, describe
+from harness.rundir import RunDir
+from harness.train import Leader
 
 
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
-        (RuntimeError("injected\n  twice"), "failed", "RuntimeError: injected twice (test_ranks.py:34)"),
+        (RuntimeError("injected\n  twice"), "failed", "RuntimeError: injected twice (test_ranks.py:38)"),
         (ConfigError("lr.base=0: a rate"), "failed", "lr.base=0: a rate"),
         (Diverged("the loss is nan"), "diverged", "the loss is nan"),
         (ToldToStop("received SIGTERM"), "killed", "received SIGTERM"),
         (torch.OutOfMemoryError("1 GiB"), "oom", "OutOfMemoryError: 1 GiB"),
         (MemoryError("1 GiB"), "oom", "MemoryError: 1 GiB"),
         (RuntimeError("CUDA out of memory"), "oom", "RuntimeError: CUDA out of memory"),
-        (ValueError("x" * 1000), "failed", f"ValueError: {'x' * 500} (test_ranks.py:34)"),
+        (ValueError("x" * 1000), "failed", f"ValueError: {'x' * 500} (test_ranks.py:38)"),
     ],
 )
 def test_an_error_is_described_in_one_line(error, status, reason):
@@ -70,3 +74,20 @@ def test_a_crash_inside_a_library_is_told_by_pythons_last_words(tmp_path):
     assert last_line(run) == "Fatal Python error: Segmentation fault"
     (tmp_path / "rank0.log").write_text("update 1\nupdate 2\n\n")
     assert last_line(run) == "update 2"
+
+
+def test_losing_wandb_is_recorded_and_reopens_nothing(tmp_path):
+    leader = Leader.__new__(Leader)
+    leader.run_dir, leader._recording, leader._ended = RunDir(tmp_path), threading.Lock(), False
+    leader.display = SimpleNamespace(say=lambda text: None)
+    lost = mock.Mock()
+    lost.result.return_value.finish.side_effect = ConnectionResetError("Connection lost")
+    leader._starting_tracker = lost
+    leader.run_dir.write_status("killed", "received SIGTERM")
+    leader._close_tracker("killed", "received SIGTERM")
+    status = leader.run_dir.read_status()
+    assert (status["status"], status["reason"]) == ("killed", "received SIGTERM")
+    assert status["wandb_lost"] == "ConnectionResetError: Connection lost"
+    leader._ended = True
+    leader._lose_wandb(ConnectionResetError("too late"))
+    assert leader.run_dir.read_status() == status
