@@ -208,6 +208,8 @@ class Watch(threading.Thread):
             os._exit(1)
         try:
             self._record(status, reason)
+        except BaseException:
+            traceback.print_exc()
         finally:
             leave(1)
 
