@@ -160,7 +160,7 @@ def with_pending(states: StateBytes, config: Config, shape: ModelShape, kind: st
     parallel = replace(config.parallel, workers=config.parallel.workers or world_size)
     shard = shape.params if kind in ("zero0", "ddp") else math.ceil(shape.params / world_size)
     pending = sum(expected_pending_bytes(parallel, shard).values())
-    on_host = config.parallel.pending_device == "cpu" or (config.zero.offload_optimizer and kind in ("zero2", "zero3"))
+    on_host = parallel.pending_device == "cpu" or states.on_host > 0  # or with the optimizer
     return replace(states, pending=pending, on_host=states.on_host + pending * on_host)
 
 

@@ -29,7 +29,8 @@ class Shown:
             self._lose("")
 
     def _lose(self, text: str) -> int:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self._file.fileno())
         return len(text)
 
     def __getattr__(self, name: str) -> Any:

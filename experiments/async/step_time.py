@@ -18,34 +18,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.remove(str(Path(__file__).resolve().parent))
 
 import torch
-from hydra import compose, initialize_config_dir
 
-from harness.config import register_schemas, resolve, to_config
-from harness.data import open_data
-from harness.engines import build_engine
-from harness.hf_config import check_limits
+from experiments.inside import Run, join
 from harness.measure.hardware import describe_environment
 from harness.measure.steps import StepClock
-from harness.ranks import World, fix_threads, leave
+from harness.ranks import World, leave
 from harness.server import Server
 
 ARMS = {"sync": ["parallel=sync"], "async": ["parallel=async", "parallel.workers=8"]}
 WARMUP = 12  # the pool of 8 workers is full after 7
 
 
-class Arm:
+class Arm(Run):
     """One engine with its server, and how long its updates took."""
 
     def __init__(self, overrides: list[str], world: World):
-        self.config = resolve(to_config(compose("config", overrides)), world.size, torch.cuda.is_available())
-        self.data = open_data(self.config, check_limits(self.config))
-        self.world = world
-        self.engine = build_engine(self.config, world)
+        super().__init__(world, overrides)
         self.server = Server(self.config, world, self.engine)
         self.clock = StepClock(world.device)
         self.step_times_s: list[float] = []
 
-    def update(self, step: int) -> None:
+    def turn(self, step: int) -> None:
         batch, world = self.config.batch, self.world
         assert batch.global_size is not None and batch.micro_size is not None
         torch.distributed.barrier()
@@ -66,32 +59,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=72)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    register_schemas()
-    world = World.join()
-    fix_threads()
-    world.init_process_group()
+    world = join()
     started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     result: dict = {"ranks": world.size, "steps": arguments.steps, "started_utc": started}
     result |= {"load_average": os.getloadavg()[0], **describe_environment("")}
-    with initialize_config_dir(str(Path(__file__).resolve().parents[2] / "conf"), version_base="1.3"):
-        for stage in (0, 3):
-            arms = {
-                name: Arm([f"zero=stage{stage}", f"train.steps={arguments.steps}", *overrides], world)
-                for name, overrides in ARMS.items()
-            }
-            for step in range(arguments.steps):
-                for name in list(ARMS)[:: 1 if step % 2 else -1]:
-                    arms[name].update(step)
-            slowest = {name: world.max_over_ranks(arm.step_times_s)[WARMUP:] for name, arm in arms.items()}
-            ratios = [a / s for a, s in zip(slowest["async"], slowest["sync"], strict=True)]
-            low, median, high = statistics.quantiles(ratios, n=4)
-            result[f"stage{stage}"] = {
-                "median step_time_s": {name: statistics.median(times) for name, times in slowest.items()},
-                "async / sync": {"quartile": low, "median": median, "upper quartile": high},
-                "pending_gradient_bytes": arms["async"].server.pending_gradient_bytes,
-            }
-            if world.rank == 0:
-                print(stage, result[f"stage{stage}"], flush=True)
+    for stage in (0, 3):
+        arms = {
+            name: Arm([f"zero=stage{stage}", f"train.steps={arguments.steps}", *overrides], world)
+            for name, overrides in ARMS.items()
+        }
+        for step in range(arguments.steps):
+            for name in list(ARMS)[:: 1 if step % 2 else -1]:
+                arms[name].turn(step)
+        slowest = {name: world.max_over_ranks(arm.step_times_s)[WARMUP:] for name, arm in arms.items()}
+        ratios = [a / s for a, s in zip(slowest["async"], slowest["sync"], strict=True)]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        result[f"stage{stage}"] = {
+            "median step_time_s": {name: statistics.median(times) for name, times in slowest.items()},
+            "async / sync": {"quartile": low, "median": median, "upper quartile": high},
+            "pending_gradient_bytes": arms["async"].server.pending_gradient_bytes,
+        }
+        if world.rank == 0:
+            print(stage, result[f"stage{stage}"], flush=True)
     if world.rank == 0:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     torch.distributed.barrier()

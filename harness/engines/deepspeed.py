@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import unittest.mock
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -58,11 +58,12 @@ class DeepSpeedEngine:
         )
         self.engine.clip_fp32_gradients = self._clip_unsharded
         zero = self.engine.optimizer
-        self._exchange = getattr(zero, "reduce_and_partition_stream", None) or getattr(zero, "reduction_stream", None)
-        if self.dtype == torch.float16 or config.zero.offload_optimizer:
-            self._exchange = None
+        self._exchange = None  # the stream on which gradients are reduced, where the host need not wait for it
+        if self.dtype != torch.float16 and not config.zero.offload_optimizer:
+            name = "reduce_and_partition_stream" if self.stage == 3 else "reduction_stream"
+            self._exchange = getattr(zero, name, None)
         if self.stage > 0:
-            self.engine.optimizer.get_grad_norm_direct = norm_over_ranks
+            zero.get_grad_norm_direct = norm_over_ranks
         self._set_masters()
         for state in self.optimizer.state.values():
             if "step" in state:  # stage 0 in 16 bit allocates the state by a step on zeros, which must not count
@@ -270,19 +271,14 @@ def host_ahead(zero: Any, exchange: Any) -> Iterator[None]:
         zero: DeepSpeed's optimizer of stages 1 to 3.
         exchange: the stream on which it reduces gradients.
     """
-    accelerator = deepspeed.get_accelerator()
+    accelerator, patch = deepspeed.get_accelerator(), unittest.mock.patch.object
 
     def wait(*_: Any) -> None:
         exchange.wait_stream(accelerator.current_stream())
         accelerator.current_stream().wait_stream(exchange)
 
-    with ExitStack() as patches:
-        for owner, name, instead in (
-            (accelerator, "synchronize", wait),
-            (exchange, "synchronize", wait),
-            (sys.modules[type(zero).__module__], "is_invalid_grad_norm", lambda norm: False),
-        ):
-            patches.enter_context(unittest.mock.patch.object(owner, name, instead))
+    no_look = patch(sys.modules[type(zero).__module__], "is_invalid_grad_norm", lambda norm: False)
+    with patch(accelerator, "synchronize", wait), patch(exchange, "synchronize", wait), no_look:
         yield
 
 
