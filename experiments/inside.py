@@ -16,8 +16,8 @@ from hydra import compose, initialize_config_dir
 from harness.config import Config, register_schemas, resolve, to_config
 from harness.data import open_data
 from harness.engines import build_engine
+from harness.forkserver import free_port
 from harness.hf_config import check_limits
-from harness.launch import free_port
 from harness.ranks import World, fix_threads
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")

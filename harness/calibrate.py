@@ -7,26 +7,28 @@ collectives over sizes, and keeps the medians (:mod:`harness.calibration`). Plan
 from __future__ import annotations
 
 import json
+import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from harness.calibration import Calibration, read, save
+from harness.collective import CollectiveTable, busbw
 from harness.config import ConfigError
-from harness.environment import set_rank_environment, visible_gpus, without_local_rank
+from harness.environment import set_rank_environment, visible_gpus
+from harness.forkserver import Ranks, StartError
+from harness.machine import ProductRates
 
 if TYPE_CHECKING:
     import torch
 
-    from harness.calibration import Calibration
-    from harness.collective import CollectiveTable
-    from harness.machine import ProductRates
     from harness.ranks import World
 
 SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of square products
@@ -34,12 +36,11 @@ SIZES = tuple(4**power for power in range(5, 15))  # bytes, 1 KiB to 256 MiB
 PRODUCTS_S = 8.0  # the longest that products of all precisions may take
 COLLECTIVES_S = 15.0  # and all collectives
 TRIAL_S = 0.25  # spent on one size
-OUT = "--out="
 
 
 def main(arguments: list[str]) -> int:
     if set_rank_environment():
-        be_rank(without_local_rank(arguments))
+        be_rank()
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
@@ -49,12 +50,25 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    from harness.calibration import save
+    keep(calibration)
+    return 0
 
+
+def be_rank() -> NoReturn:
+    """Measure as one of a launcher's ranks, on this host or several."""
+    from harness.ranks import World, leave
+
+    calibration = measure(World.join())
+    if calibration is not None:
+        keep(calibration)
+    leave(0)
+
+
+def keep(calibration: Calibration) -> None:
+    """Save what was measured, and show it."""
     path = save(calibration)
     print_calibration(calibration)
     print(path)
-    return 0
 
 
 def asked_world_size(arguments: list[str]) -> int:
@@ -82,85 +96,88 @@ def run_world(world_size: int) -> Calibration:
     Raises:
         ConfigError: with the last words of the world when it fails.
     """
-    from harness.calibration import read
-    from harness.launch import launcher_command, world_environment
-
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "calibration.json"
-        command = launcher_command(world_size, "--module", "harness.calibrate", f"{OUT}{out}")
-        done = subprocess.run(
-            command, env=world_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
+        out, ranks = Path(folder) / "calibration.json", Ranks(world_size, Path(folder))
+        try:
+            ranks.start(write_measurements, out)
+            while ranks.running():
+                time.sleep(0.1)
+        except StartError as error:
+            raise ConfigError(f"calibration: {error}") from error
+        finally:
+            ranks.kill()
         if not out.exists():
-            words = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-            raise ConfigError(
-                f"calibration: the world of {world_size} ranks failed ({words[-1] if words else 'no word'})"
-            )
+            logs = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("*.log")))
+            words = [line for line in logs.splitlines() if line.strip()] or ["no word"]
+            raise ConfigError(f"calibration: the world of {world_size} ranks failed ({words[-1]})")
         return read(json.loads(out.read_text()))
 
 
-def be_rank(arguments: list[str]) -> None:
-    """Measure as one rank; rank 0 writes."""
+def write_measurements(world: World, out: Path) -> None:
+    """What each rank of a world that was started here does; rank 0 writes."""
+    from harness.rundir import write_json
+
+    calibration = measure(world)
+    if calibration is not None:
+        write_json(out, asdict(calibration))
+
+
+def measure(world: World) -> Calibration | None:
+    """Measure as one of the ranks; what was found, on rank 0."""
+    import torch
     import torch.distributed as dist
 
     from harness.measure.hardware import cpu_name, describe_environment
-    from harness.ranks import World, fix_threads, leave
-    from harness.rundir import write_json
+    from harness.ranks import fix_threads
 
-    world = World.join()
     fix_threads()
     world.init_process_group()
     products = measure_products(world)
     tables = measure_collectives(world) if world.size > 1 else []
-    if world.rank == 0:
-        import socket
-
-        import torch
-
-        on_gpu = torch.cuda.is_available()
-        versions = describe_environment("")["versions"]
-        values = {
-            "host": socket.gethostname(),
-            "device": torch.cuda.get_device_name() if on_gpu else cpu_name(),
-            "on_gpu": on_gpu,
-            "world_size": world.size,
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "versions": {name: versions[name] for name in ("python", "torch")},
-            "products": products,
-            "collectives": tables,
-        }
-        (out,) = (Path(each.removeprefix(OUT)) for each in arguments if each.startswith(OUT))
-        write_json(out, values)
     dist.barrier()
     dist.destroy_process_group()
-    leave(0)
+    if world.rank != 0:
+        return None
+    on_gpu = torch.cuda.is_available()
+    versions = describe_environment("")["versions"]
+    return Calibration(
+        host=socket.gethostname(),
+        device=torch.cuda.get_device_name() if on_gpu else cpu_name(),
+        on_gpu=on_gpu,
+        world_size=world.size,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions={name: versions[name] for name in ("python", "torch")},
+        products=products,
+        collectives=tuple(tables),
+    )
 
 
-def measure_products(world: World) -> dict[str, dict[str, list[float]]]:
+def measure_products(world: World) -> dict[str, ProductRates]:
     """FLOP/s of square products by precision, on the slowest rank while all compute."""
     import torch
 
     precisions = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if world.device.type == "cuda":
         precisions["fp16"] = torch.float16
-    found: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, ProductRates] = {}
     for precision, dtype in precisions.items():
         deadline = time.monotonic() + PRODUCTS_S / len(precisions)
-        rates: dict[str, list[float]] = {"sizes": [], "flops_per_second": []}
+        sides: list[int] = []
+        rates: list[float] = []
         for side in SIDES:
             a, b = (torch.randn(side, side, device=world.device).to(dtype) for _ in range(2))
             out = torch.empty_like(a)
             seconds = median_seconds(world, partial(torch.matmul, a, b, out=out))
-            rates["sizes"].append(side)
-            rates["flops_per_second"].append(2 * side**3 / seconds)
+            sides.append(side)
+            rates.append(2 * side**3 / seconds)
             # the next takes some eight times as long, three times at least
             if not agree(world, time.monotonic() + 8 * 4 * seconds < deadline):
                 break
-        found[precision] = rates
+        found[precision] = ProductRates(tuple(sides), tuple(rates))
     return found
 
 
-def measure_collectives(world: World) -> list[dict[str, Any]]:
+def measure_collectives(world: World) -> list[CollectiveTable]:
     """Seconds of each operation over sizes of the whole tensor, on the slowest rank."""
     import torch
     import torch.distributed as dist
@@ -187,7 +204,7 @@ def measure_collectives(world: World) -> list[dict[str, Any]]:
             sizes.append(float(size))
             if not agree(world, time.monotonic() + 4 * 4 * seconds[-1] < deadline):
                 break
-        tables.append({"operation": operation, "world_size": world.size, "sizes": sizes, "seconds": seconds})
+        tables.append(CollectiveTable(operation, world.size, tuple(sizes), tuple(seconds)))
     return tables
 
 
@@ -271,8 +288,6 @@ def product_text(rates: ProductRates, side: int) -> str:
 
 
 def bandwidth_text(table: CollectiveTable, size: float) -> str:
-    from harness.collective import busbw
-
     if size not in table.sizes:
         return ""
     seconds = table.seconds[table.sizes.index(size)]

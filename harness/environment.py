@@ -19,7 +19,6 @@ RANK_VARIABLES = (
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # what tells a run to end
 LAUNCHERS = ("deepspeed.launcher.launch", "torchrun", "torch.distributed.run", "torch/distributed/run")
 RUNNERS = ("bin/deepspeed", "deepspeed.launcher.runner", "bin/ds ")
-WATCH_PARENT = "HARNESS_PARENT"  # PID@START of the parent of a world that it started itself
 
 
 def set_rank_environment() -> bool:
@@ -120,14 +119,11 @@ def launchers() -> list[psutil.Process | None]:
     if parent is not None and any(name in command_line(parent) for name in LAUNCHERS):
         found.append(parent)
         above = parent.parent()
-        if "deepspeed.launcher.launch" in command_line(parent) and WATCH_PARENT not in os.environ:
+        if "deepspeed.launcher.launch" in command_line(parent):
             if above is not None and any(name in command_line(above) for name in RUNNERS):
                 found.append(above)
             elif above is None or above.pid == 1:
                 found.append(None)
-    if WATCH_PARENT in os.environ:
-        pid, started = os.environ[WATCH_PARENT].split("@")
-        found.append(process_of(int(pid), float(started)))
     return found
 
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from harness.ranks import World
     from harness.screen import Screen
 
-RUN_DIR = "--run-dir="  # given to the ranks of a world that this module started itself; --resume= may follow
-
 
 def main() -> None:
     arguments = without_local_rank(sys.argv[1:])
@@ -128,13 +126,10 @@ def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> d
     """Rank 0: decide what the world does and tell the other ranks, whatever happens here."""
     from harness.checkpoint_folder import find_resume
     from harness.compose import check_ranks, decide, refuse_multirun, reproducing_command, run_hydra
-    from harness.config import Config, ConfigError, dump, load
+    from harness.config import ConfigError, dump
     from harness.rundir import RunDir
 
     message: dict[str, Any] = {"exit": 0}
-
-    def lead(config: Config, run: RunDir, resume: Path | None = None) -> None:
-        message.update(config=dump(config), run_dir=str(run.path.resolve()), resume=resume and str(resume))
 
     def task(composed: DictConfig) -> None:
         refuse_multirun()
@@ -142,15 +137,12 @@ def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> d
         check_ranks(ranks_on_host(), gpus)
         config = decide(composed, world.size, gpus)
         run = RunDir.create(config, reproducing_command(world.size))
-        lead(config, run, find_resume(config, run))
+        resume = find_resume(config, run)
+        message.update(config=dump(config), run_dir=str(run.path.resolve()), resume=resume and str(resume))
 
     try:
         with contextlib.redirect_stdout(screen.out), contextlib.redirect_stderr(screen.err):
-            if arguments and arguments[0].startswith(RUN_DIR):
-                path, *resume = (Path(argument.split("=", 1)[1]) for argument in arguments)
-                lead(load((path / "config.yaml").read_text()), RunDir(path), *resume)
-            else:
-                run_hydra(arguments, task)
+            run_hydra(arguments, task)
     except ConfigError as error:
         message = {"exit": 1}
         print(f"error: {error}", file=screen.err)

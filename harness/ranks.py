@@ -123,8 +123,9 @@ class World:
 
 def fix_threads() -> None:
     """Share the cores out over this machine's ranks, unless OMP_NUM_THREADS says otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_on_host()))
+    asked = os.environ.get("OMP_NUM_THREADS", "")  # torch itself has read it before a forked rank had its own
+    share = len(os.sched_getaffinity(0)) // ranks_on_host()
+    torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) > 0 else max(1, share))
 
 
 def describe(error: BaseException) -> tuple[Status, str]:

@@ -66,3 +66,13 @@ class Screen:
     def _redirect(descriptor: int) -> None:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+
+
+class Unseen:
+    """In place of a :class:`Screen` where the parent shows what is to be seen, and the output is in a log already."""
+
+    def __init__(self) -> None:
+        self.out = self.err = open(os.devnull, "w")  # noqa: SIM115
+
+    def log_to(self, path: Path) -> None:
+        pass

@@ -28,7 +28,7 @@ from harness.ranks import ToldToStop, Watch, World, fix_threads, leave
 from harness.recorder import Recorder, gpu_name, known_shape
 from harness.residual import predicted_numbers, residuals
 from harness.rundir import RunDir, Status, write_json
-from harness.screen import Screen
+from harness.screen import Screen, Unseen
 from harness.server import Server
 from harness.tracking import Tracker
 
@@ -37,7 +37,7 @@ WANDB_S = 60.0  # the longest W&B may take to start
 FINISH_S = 20.0  # the longest W&B may take to close a run that did not complete
 
 
-def run(config_text: str, path: Path, resume: Path | None, world: World, screen: Screen) -> NoReturn:
+def run(config_text: str, path: Path, resume: Path | None, world: World, screen: Screen | Unseen) -> NoReturn:
     """Train one run on this rank and leave the process, with whatever status it came to.
 
     Args:
@@ -89,7 +89,7 @@ def compare(config: Config, engine: Engine, summary: dict) -> dict:
 class Leader:
     """What rank 0 does for its world: the run directory, W&B and the screen. No other rank touches them."""
 
-    def __init__(self, config: Config, run_dir: RunDir, screen: Screen):
+    def __init__(self, config: Config, run_dir: RunDir, screen: Screen | Unseen):
         self.config = config
         self.run_dir = run_dir
         self.screen = screen

@@ -18,7 +18,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -46,9 +45,9 @@ TIMEOUT_S = 60
 ENGINES = ("zero1", "zero3", "ddp", "zero2", "fsdp", "zero0")
 POINT = [
     "launch.world_size=2", f"train.steps={STEPS}", "train.checkpoint_every=60", "train.log_every=1", "data=text",
-    "data.seq_len=32", "data.eval_samples=8",
+    "data.seq_len=128", "data.eval_samples=8",
 ]  # fmt: skip
-CONSTANTS = {"harness.launch": {"GRACE_S": 8}, "harness.train": {"WANDB_S": 4, "FINISH_S": 4}}
+CONSTANTS = {"harness.forkserver": {"GRACE_S": 8}, "harness.train": {"WANDB_S": 4, "FINISH_S": 4}}
 MARK = "CAMPAIGN"  # in the environment of every process of a campaign
 WHEN = ("start", "updates", "checkpoint")
 
@@ -71,11 +70,10 @@ class Kind:
 RIGHT = {
     "kill rank 0": Kind(("failed",), "rank 0 died without a word"),
     "kill rank 1": Kind(("failed",), "rank 1 died without a word"),
-    "kill launcher": Kind(("killed", "failed"), "launcher vanished"),
+    "kill server": Kind(("completed",), when=("updates", "checkpoint")),
     "kill parent": Kind(("killed",), "launcher vanished"),
     "stop rank 0": Kind(("timeout",), "launch.timeout_s"),
     "stop rank 1": Kind(("timeout",), "launch.timeout_s"),
-    "stop launcher": Kind(("completed",), when=("updates",)),
     "stop and continue parent": Kind(("completed",)),
     "disk full": Kind(("failed", "killed"), "No space left|vanished", when=("updates", "checkpoint")),
     "run directory removed": Kind((None, "failed"), when=("updates", "checkpoint")),
@@ -88,9 +86,12 @@ RIGHT = {
     "wandb slow": Kind(("completed",), when=("start",)),
     "wandb killed": Kind(("completed",), when=("updates",)),
 }
-SLOW_KINDS = ("stop rank 0", "stop rank 1", "stop launcher")  # cost launch.timeout_s: half as often
+SLOW_KINDS = ("stop rank 0", "stop rank 1")  # cost launch.timeout_s: half as often
 MOUNTING = ("disk full", "run directory read-only")
-BY_THE_RANK = {"NaN in gradients": "nan", "wandb unreachable": "wandb unreachable", "wandb slow": "wandb slow"}
+BY_ITSELF = {
+    "NaN in gradients": "nan", "wandb unreachable": "wandb unreachable", "wandb slow": "wandb slow",
+    "port taken": "port taken", "data vanishes": "data vanishes",
+}  # fmt: skip
 DAMAGES = ("byte flipped", "truncated", "empty", "removed", "overwritten", "description cut")
 
 
@@ -152,24 +153,30 @@ def processes(mark: str) -> list[psutil.Process]:
 
 
 class World:
-    """The processes of one run."""
+    """The processes of one run; a rank is known by its name and by the log that it writes."""
 
     def __init__(self, mark: str, batch: int):
-        self.mark, self.pattern = mark, re.compile(rf"--run-dir=(\S*-b{batch}-\w+)")
+        self.mark, self.log = mark, re.compile(rf"(\S*-b{batch}-\w+)/logs/(rank\d)\.log")
 
     def members(self) -> dict[str, psutil.Process]:
-        """By name: ``launcher``, ``rank 0``, ``rank 1``."""
+        """By name: ``rank 0``, ``rank 1``, and ``server``, which they were forked from, while one lives."""
         found = {}
         for process in processes(self.mark):
-            with suppress(psutil.Error):
-                if self.pattern.search(" ".join(process.cmdline())):
-                    rank = process.environ().get("RANK")
-                    found["launcher" if rank is None else f"rank {rank}"] = process
+            with suppress(psutil.Error, OSError):
+                log = self.log.fullmatch(os.readlink(f"/proc/{process.pid}/fd/1"))
+                if log and process.name() == log[2]:
+                    found[f"rank {log[2][4:]}"] = process
+                    if process.ppid() != 1:
+                        found["server"] = process.parent()
         return found
 
-    def launcher_argument(self, name: str) -> str:
-        (value,) = (part.split("=", 1)[1] for part in self.members()["launcher"].cmdline() if part.startswith(name))
-        return value
+    def run(self) -> RunDir | None:
+        for process in self.members().values():
+            with suppress(psutil.Error, OSError):
+                log = self.log.fullmatch(os.readlink(f"/proc/{process.pid}/fd/1"))
+                if log:
+                    return RunDir(Path(log[1]))
+        return None
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float, every_s: float = 0.1) -> Any:
@@ -209,18 +216,16 @@ class Sweep:
         faults = {}
         for point in self.missing:
             each = plan.get(point.batch)
-            if each and each.kind in BY_THE_RANK:
-                place = [0, 0] if "wandb" in each.kind else [1, min(point.step + each.update, STEPS - 2)]
-                faults[f"-b{point.batch}-"] = [*place, BY_THE_RANK[each.kind]]
+            if each and each.kind in BY_ITSELF:
+                place = [1, min(point.step + each.update, STEPS - 2)] if each.kind == "NaN in gradients" else [0, 0]
+                faults[f"-b{point.batch}-"] = [*place, BY_ITSELF[each.kind]]
         launched, done = self.start(faults), []
         for point in self.missing:
             injection = plan.get(point.batch)
             world = World(self.mark, point.batch)
-            if not wait_for(lambda w=world, s=launched: w.members() or s.process.poll() is not None, 120):
+            point.run = wait_for(lambda w=world, s=launched: w.run() or s.process.poll() is not None, 120)
+            if not isinstance(point.run, RunDir):
                 break
-            if launched.process.poll() is not None:
-                break
-            point.run = RunDir(Path(world.pattern.search(" ".join(world.members()["launcher"].cmdline()))[1]))  # type: ignore[index]
             if injection is None:
                 wait_for(lambda w=world: not w.members(), 3 * TIMEOUT_S)
             elif self.happened(injection, point, world, launched):
@@ -282,7 +287,7 @@ class Sweep:
         rows, newest = before
         if injection.kind == "NaN in gradients" and point.step > STEPS - 3:
             return False
-        if injection.kind in ("port taken", "data vanishes", *BY_THE_RANK):
+        if injection.kind in BY_ITSELF:
             return True  # at once
         arrived = {
             "start": lambda: len(world.members()) == 3,
@@ -418,28 +423,14 @@ def make_read_only(
     subprocess.run(["mount", "-o", "remount,bind,ro", path], check=True)
 
 
-def take_port(injection: Injection, point: Point, world: World, launched: Launched, sweep: Sweep, undo: Any) -> None:
-    taken = undo.enter_context(socket.socket())
-    taken.bind(("127.0.0.1", int(world.launcher_argument("--master_port="))))
-    taken.listen()
-
-
-def hide_data(injection: Injection, point: Point, world: World, launched: Launched, sweep: Sweep, undo: Any) -> None:
-    hidden = sweep.corpus.with_suffix(".hidden")
-    sweep.corpus.rename(hidden)
-    undo.callback(hidden.rename, sweep.corpus)
-
-
 OUTSIDE: dict[str, Callable[..., None]] = {
-    **{f"kill {name}": send(signal.SIGKILL, name) for name in ("rank 0", "rank 1", "launcher")},
-    **{f"stop {name}": send(signal.SIGSTOP, name) for name in ("rank 0", "rank 1", "launcher")},
+    **{f"kill {name}": send(signal.SIGKILL, name) for name in ("rank 0", "rank 1", "server")},
+    **{f"stop {name}": send(signal.SIGSTOP, name) for name in ("rank 0", "rank 1")},
     "kill parent": kill_parent,
     "stop and continue parent": stop_and_continue_parent,
     "disk full": fill_disk,
     "run directory removed": remove_run,
     "run directory read-only": make_read_only,
-    "port taken": take_port,
-    "data vanishes": hide_data,
     "checkpoint damaged": send(signal.SIGKILL, "rank 1"),  # and damage, once the world has ended
     "wandb killed": kill_wandb,
 }

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from harness.environment import RANK_VARIABLES
-from harness.launch import free_port
+from harness.forkserver import free_port
 from harness.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent

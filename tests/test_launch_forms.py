@@ -2,18 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
-from harness.display import Display
-from harness.launch import free_port, wait
-from harness.rundir import RunDir
+from harness.forkserver import free_port
 from tests.launched import FORMS, MAIN, QUICK, Launched, still_alive
-from tests.worlds import compose
 
 # `python` runs to its end in test_run.py, and is told to end in test_preemption.py and test_sweep.py.
 LAUNCHERS = [form for form in FORMS if form != "python"]
@@ -47,15 +41,6 @@ def test_term_to_the_outermost_process_leaves_killed_and_no_orphan(form, tmp_pat
     launched.wait(60)
     assert still_alive(below, within_s=30) == []
     assert run.read_status()["status"] == "killed", run.read_status()
-
-
-def test_a_launcher_that_outlives_its_ranks_is_told_to_end(tmp_path):
-    run = RunDir.create(compose(f"runs_dir={tmp_path}"), "command")
-    world = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    threading.Timer(1, run.write_status, ["completed"]).start()
-    started = time.monotonic()
-    assert wait(world, run, Display(sys.stderr, 1, ""), None) is None
-    assert 1 < time.monotonic() - started < 10 and world.returncode == -signal.SIGTERM
 
 
 def test_slurm_tasks_are_ranks(tmp_path):

@@ -62,7 +62,7 @@ def test_the_run_directory_is_complete(run):
     assert len(environment["corpus_fingerprint"]) == 16
     command = (run.path / "command.txt").read_text()
     assert command.startswith("python harness/main.py +exp=zero2") and command.endswith("launch.world_size=2\n")
-    assert {path.name for path in run.logs.iterdir()} == {"launcher.log", "rank0.log", "rank1.log"}
+    assert {path.name for path in run.logs.iterdir()} == {"rank0.log", "rank1.log"}
     status = run.read_status()
     assert status["status"] == "completed" and status["reason"] == "" and status["host"] and status["pid"] > 0
 
@@ -136,7 +136,7 @@ def test_wandb_holds_the_same(run):
 
 def test_no_secret_of_the_environment_is_written_into_a_run(run):
     files = [path for path in run.path.rglob("*") if path.is_file()]
-    assert {"env.json", "rank0.log", "rank1.log", "launcher.log"} <= {path.name for path in files}
+    assert {"env.json", "rank0.log", "rank1.log"} <= {path.name for path in files}
     assert any(path.suffix == ".wandb" for path in files)
     for path in [*files, run.path.parents[2] / "output.txt"]:
         content = path.read_bytes()

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config import Config, resolve
-from harness.environment import RANK_VARIABLES
-from harness.launch import free_port
-from tests.run_factory import compose_config
+import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.preload"])
+from harness.config import Config, resolve
+from harness.forkserver import Ranks
+from harness.ranks import World, leave
+from tests.run_factory import compose_config
 
 
 def compose(*overrides: str, world_size: int = 1, on_gpu: bool = False) -> Config:
@@ -31,54 +29,39 @@ def run_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[
     """What ``function(world, *arguments)`` returns on each rank of one world.
 
     Raises:
-        AssertionError: with the traceback of the first rank that raised.
+        AssertionError: with the traceback of a rank that raised.
     """
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(size):
-            ours, theirs = FORKS.Pipe(duplex=False)
-            target_arguments = (theirs, rank, size, port, folder, function, arguments)
-            process = FORKS.Process(target=be_rank, args=target_arguments, daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        results = []
-        for rank, pipe in enumerate(pipes):
-            try:
-                results.append(pickle.loads(pipe.recv_bytes()))
-            except EOFError:
-                results.append(("raised", f"rank {rank} died with {processes[rank].exitcode}"))
-        for process in processes:
-            process.join()
-        logs = "".join(path.read_text() for path in Path(folder).glob("*.log"))
-    for kind, value in results:
-        assert kind == "returned", f"{value}\n{logs[-2000:]}"
-    return [value for _, value in results]
+    with tempfile.TemporaryDirectory() as name:
+        folder, ranks = Path(name), Ranks(size, Path(name))
+        try:
+            ranks.start(be_rank, folder, function, arguments)
+            while ranks.running():
+                time.sleep(0.01)
+        finally:
+            ranks.kill()
+        logs = "".join(path.read_text() for path in folder.glob("*.log"))
+        results = {path.stem: pickle.loads(path.read_bytes()) for path in sorted(folder.glob("*.result"))}
+    for value in results.values():
+        assert not isinstance(value, Raised), f"{value.text}\n{logs[-2000:]}"
+    assert len(results) == size, f"only ranks {', '.join(results)} ended well\n{logs[-2000:]}"
+    return [results[str(rank)] for rank in range(size)]
 
 
-def be_rank(pipe: Any, rank: int, size: int, port: int, folder: str, function: Any, arguments: Any) -> None:
-    """A forked rank: quiet, joined to its world, gone without interpreter shutdown."""
-    log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    for key in RANK_VARIABLES:
-        os.environ.pop(key, None)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
-    import torch
+@dataclass
+class Raised:
+    text: str
 
-    from harness.ranks import World
 
+def be_rank(world: World, folder: Path, function: Callable[..., Any], arguments: Any) -> None:
+    """A rank of a test's world: one thread, its collectives up."""
     torch.set_num_threads(1)
+    world.init_process_group()
     try:
-        world = World.join()
-        world.init_process_group()
-        pipe.send_bytes(pickle.dumps(("returned", function(world, *arguments))))
+        result = function(world, *arguments)
     except BaseException:
-        pipe.send_bytes(pickle.dumps(("raised", f"rank {rank}: {traceback.format_exc()}")))
-    pipe.close()
-    os._exit(0)
+        result = Raised(f"rank {world.rank}: {traceback.format_exc()}")
+    temporary = folder / f"{world.rank}.writing"
+    temporary.write_bytes(pickle.dumps(result))
+    temporary.rename(folder / f"{world.rank}.result")
+    if isinstance(result, Raised):
+        leave(1)

@@ -1,18 +1,21 @@
 """Injects faults into real worlds: put this folder on PYTHONPATH. Nothing of the harness knows.
 
 FAULTS is JSON: {"part of a run's name": [rank, update, kind]}, kinds as in FAULT_KINDS, or at update 0 as in
-WANDB_KINDS. CONSTANTS is JSON: {"module": {"NAME": value}}, constants to be replaced, so that waits are short.
+WANDB_KINDS and PARENT_KINDS. CONSTANTS is JSON: {"module": {"NAME": value}}, constants to be replaced, so that waits are short.
 """
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import time
+from unittest import mock
 
 
 def run_out_of_memory():
@@ -33,7 +36,7 @@ FAULT_KINDS = {
     "oom": run_out_of_memory,
     "nan": spoil_gradients,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "kill launcher": lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(3600)),
+    "kill server": lambda: os.kill(os.getppid(), signal.SIGKILL),
     "hang": lambda: time.sleep(3600),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
@@ -41,21 +44,22 @@ WANDB_KINDS = ("wandb unreachable", "wandb slow")
 listener = socket.socket()
 
 
-def fault_here(rank):
-    """Update and kind of the fault that is meant for this rank of this run."""
-    run_dir = next((part for part in sys.argv if part.startswith("--run-dir=")), "")
+def fault_here(run, rank):
+    """Update and kind of the fault that is meant for this rank of this run, by a path of it."""
     for name, (its_rank, update, kind) in json.loads(os.environ.get("FAULTS", "{}")).items():
-        if name in run_dir and its_rank == rank:
+        if name in str(run) and its_rank == rank:
             return update, kind
     return None, None
 
 
 def inject_at_updates(module):
     """Wrap the end of every update."""
+    from harness.rundir import RunDir
+
     end_update = module.Recorder.end_update
 
     def wrapped(recorder, step, *arguments, **keywords):
-        update, kind = fault_here(recorder.world.rank)
+        update, kind = fault_here(RunDir.of(recorder.config).path, recorder.world.rank)
         if step + 1 == update:
             FAULT_KINDS[kind]()
         return end_update(recorder, step, *arguments, **keywords)
@@ -68,7 +72,7 @@ def inject_at_wandb(module):
     start = module.Tracker.__init__
 
     def wrapped(tracker, config, run):
-        update, kind = fault_here(0)
+        update, kind = fault_here(run.path, 0)
         if update == 0:
             listener.bind(("127.0.0.1", 0))
             if kind == "wandb slow":
@@ -82,7 +86,41 @@ def inject_at_wandb(module):
     module.Tracker.__init__ = wrapped
 
 
-HOOKS = {"harness.recorder": inject_at_updates, "harness.tracking": inject_at_wandb} if "RANK" in os.environ else {}
+@contextlib.contextmanager
+def take_port(module, arguments):
+    with socket.socket() as taken, mock.patch.object(module, "free_port", lambda: taken.getsockname()[1]):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield
+
+
+@contextlib.contextmanager
+def hide_data(module, arguments):
+    path = re.search(r"path: (\S*corpus.txt)", arguments[1])[1]
+    os.rename(path, f"{path}.hidden")
+    yield
+    os.rename(f"{path}.hidden", path)
+
+
+PARENT_KINDS = {"port taken": take_port, "data vanishes": hide_data}
+
+
+def inject_at_start(module):
+    """Wrap the start of a world with what is the case for its first seconds."""
+    start = module.Ranks.start
+
+    def wrapped(ranks, *arguments):
+        _, kind = fault_here(ranks.logs, 0)
+        with PARENT_KINDS.get(kind, lambda *_: contextlib.nullcontext())(module, arguments):
+            start(ranks, *arguments)
+            time.sleep(5 if kind in PARENT_KINDS else 0)
+
+    module.Ranks.start = wrapped
+
+
+HOOKS = {
+    "harness.recorder": inject_at_updates, "harness.tracking": inject_at_wandb, "harness.forkserver": inject_at_start
+}  # fmt: skip
 CONSTANTS = json.loads(os.environ.get("CONSTANTS", "{}"))
 
 

@@ -1,0 +1,173 @@
+"""The ranks of a world on this machine, forked from a process that has imported everything.
+
+Python's fork server imports torch, DeepSpeed and transformers once for all ranks of all points of a sweep. Each rank
+is a process, session and log of its own, so that nothing leaks from one world into the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from harness.environment import RANK_VARIABLES, alive, process_of
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["harness.preload"])
+GRACE_S = 30.0  # from telling a world to end until it is killed
+ROOT = Path(__file__).resolve().parent.parent
+server_output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, unless it is there; it imports while this one goes on."""
+    import_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # To ask the driver how many GPUs there are would start CUDA, which does not survive a fork.
+    with environment(PYTHONPATH=import_path, PYTORCH_NVML_BASED_CUDA_CHECK="1"), quiet_without_ctrl_c():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def quiet_without_ctrl_c() -> Iterator[None]:
+    """A process started inside prints to ``server_output`` and is not meant by Ctrl-C."""
+    screen = [os.dup(descriptor) for descriptor in (1, 2)]
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for descriptor in (1, 2):
+            os.dup2(server_output.fileno(), descriptor)
+        yield
+    finally:
+        for descriptor, kept in zip((1, 2), screen, strict=True):
+            os.dup2(kept, descriptor)
+            os.close(kept)
+        signal.signal(signal.SIGINT, handler)
+
+
+class StartError(Exception):
+    """Ranks could not be started, with the server's last words."""
+
+
+class Ranks:
+    """The processes of one world.
+
+    Args:
+        size: how many.
+        logs: folder of their logs, ``rank0.log`` and so on.
+    """
+
+    def __init__(self, size: int, logs: Path):
+        self.size, self.logs = size, logs
+        self._started: list[tuple[ForkServerProcess, psutil.Process | None]] = []
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Start all ranks; each calls ``function(world, *arguments)``, all of it picklable, and leaves.
+
+        Raises:
+            StartError: when the server cannot import what they need.
+        """
+        start_server()
+        here, port = psutil.Process(), free_port()
+        parent = (here.pid, here.create_time())
+        try:
+            for rank in range(self.size):
+                variables = rank_variables(rank, self.size, port)
+                log = self.logs / f"rank{rank}.log"
+                process = FORKS.Process(target=be_rank, args=(variables, log, parent, function, arguments))
+                process.start()
+                self._started.append((process, process_with(process.pid)))
+        except (OSError, EOFError) as error:  # the server is gone
+            server_output.seek(0)
+            words = server_output.read().strip().splitlines() or [f"{type(error).__name__}: {error}"]
+            raise StartError(f"ranks cannot be started: {words[-1][:300]}") from error
+
+    def running(self) -> bool:
+        """Whether any rank lives; where one has failed, the others are made to end."""
+        living = self._living()
+        fell = any(process.exitcode for process, handle in self._started if not alive(handle))
+        if living and fell:
+            self.end()
+            return False
+        return bool(living)
+
+    def end(self) -> None:
+        """Tell every rank to end, and make sure."""
+        for handle in self._living():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                handle.terminate()
+        deadline = time.monotonic() + GRACE_S
+        while self._living() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.kill()
+
+    def kill(self) -> None:
+        """Nothing of an ended world stays behind."""
+        for process, _ in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]  # a started process has one
+
+    def _living(self) -> list[psutil.Process]:
+        return [handle for _, handle in self._started if handle is not None and alive(handle)]
+
+
+def process_with(pid: int | None) -> psutil.Process | None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid)
+    return None
+
+
+def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """This process's environment with what a launcher sets for a rank."""
+    variables = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
+    variables.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    return variables
+
+
+def be_rank(
+    variables: dict[str, str], log: Path, parent: tuple[int, float], function: Callable[..., Any], arguments: tuple
+) -> NoReturn:
+    """A forked process: meet the other ranks, call the function, leave."""
+    os.setsid()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"rank{variables['RANK']}")  # its name in top and ps
+    with open(log, "ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(variables)
+    faulthandler.enable()  # a crash inside a library leaves its place in the log
+    from harness.ranks import World, leave
+
+    function(World.join([process_of(*parent)]), *arguments)
+    leave(0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
