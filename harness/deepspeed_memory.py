@@ -75,6 +75,7 @@ def held_by_deepspeed(
             idle = produced + (buffer if stage == 1 else 0) if accumulates else 0  # stage 1 keeps its buckets too
             update = step_gradients(partition, element_bytes)
         first = max(idle, buffer)
+        early = stage == 2 or settings["overlap_comm"]  # else buckets are filled and reduced after the backward pass
         return StateBytes(
             param=element_bytes * (padded_params(shape.params, world_size)),
             grad=grad,
@@ -83,10 +84,10 @@ def held_by_deepspeed(
             moments=Moments(
                 loss=idle,
                 first_gradient=first,
-                first_bucket=first + reduced,
+                first_bucket=first + (reduced if early else 0),
                 until_bucket=until_first_bucket(shape, settings),
                 last_gradient=buffer + produced,
-                update=update,
+                update=update if early else max(update, buffer + produced + reduced),
             ),
             on_host=per_master * partition if offload else 0,
         )

@@ -223,9 +223,10 @@ class Sweep:
         for point in self.missing:
             injection = plan.get(point.batch)
             world = World(self.mark, point.batch)
-            point.run = wait_for(lambda w=world, s=launched: w.run() or s.process.poll() is not None, 120)
-            if not isinstance(point.run, RunDir):
+            found = wait_for(lambda w=world, s=launched: w.run() or s.process.poll() is not None, 120)
+            if not isinstance(found, RunDir):
                 break
+            point.run = found
             if injection is None:
                 wait_for(lambda w=world: not w.members(), 3 * TIMEOUT_S)
             elif self.happened(injection, point, world, launched):

@@ -72,8 +72,8 @@ def inject_at_wandb(module):
     start = module.Tracker.__init__
 
     def wrapped(tracker, config, run):
-        update, kind = fault_here(run.path, 0)
-        if update == 0:
+        _, kind = fault_here(run.path, 0)
+        if kind in WANDB_KINDS:
             listener.bind(("127.0.0.1", 0))
             if kind == "wandb slow":
                 listener.listen()
@@ -96,7 +96,7 @@ def take_port(module, arguments):
 
 @contextlib.contextmanager
 def hide_data(module, arguments):
-    path = re.search(r"path: (\S*corpus.txt)", arguments[1])[1]
+    path = re.search(r"(\S*corpus\.txt)", arguments[1])[1]
     os.rename(path, f"{path}.hidden")
     yield
     os.rename(f"{path}.hidden", path)
