@@ -23,7 +23,7 @@ from harness.calibration import Calibration, read, save
 from harness.collective import CollectiveTable, busbw
 from harness.config import ConfigError
 from harness.environment import set_rank_environment, visible_gpus
-from harness.forkserver import Ranks, StartError
+from harness.forkserver import Ranks, StartError, places_here
 from harness.machine import ProductRates
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def run_world(world_size: int) -> Calibration:
         ConfigError: with the last words of the world when it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out, ranks = Path(folder) / "calibration.json", Ranks(world_size, Path(folder))
+        out, ranks = Path(folder) / "calibration.json", Ranks(places_here(world_size), Path(folder))
         try:
             ranks.start(write_measurements, out)
             while ranks.running():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -45,6 +48,32 @@ def set_rank_environment() -> bool:
         env.setdefault("MASTER_PORT", str(20_000 + step % 10_000))
         return True
     return False
+
+
+def place_in_job() -> dict[str, str] | None:
+    """What a launcher would tell this process, one of several tasks that submitit has started for one job of a sweep;
+    None for a process that is alone."""
+    if "SUBMITIT_EXECUTOR" not in os.environ:
+        return None
+    from submitit.helpers import TorchDistributedEnvironment
+
+    task = TorchDistributedEnvironment()
+    if task.world_size == 1:
+        return None
+    values = {
+        "RANK": task.rank, "LOCAL_RANK": task.local_rank, "WORLD_SIZE": task.world_size,
+        "LOCAL_SIZE": task.local_world_size, "MASTER_ADDR": task.master_addr, "MASTER_PORT": task.master_port,
+    }  # fmt: skip
+    return {key: str(value) for key, value in values.items()}
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """For imports: what they make stays, and to look through it for garbage takes a fifth of a rank's start."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def ranks_on_host() -> int:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from harness.config import one_line
 from harness.environment import RANK_VARIABLES, alive, process_of
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -71,15 +72,15 @@ class StartError(Exception):
 
 
 class Ranks:
-    """The processes of one world.
+    """Processes of one world.
 
     Args:
-        size: how many.
+        places: what a launcher would put into the environment of each (:func:`places_here`).
         logs: folder of their logs, ``rank0.log`` and so on.
     """
 
-    def __init__(self, size: int, logs: Path):
-        self.size, self.logs = size, logs
+    def __init__(self, places: list[dict[str, str]], logs: Path):
+        self.places, self.logs = places, logs
         self._started: list[tuple[ForkServerProcess, psutil.Process | None]] = []
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -89,19 +90,19 @@ class Ranks:
             StartError: when the server cannot import what they need.
         """
         start_server()
-        here, port = psutil.Process(), free_port()
+        here = psutil.Process()
         parent = (here.pid, here.create_time())
+        inherited = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
         try:
-            for rank in range(self.size):
-                variables = rank_variables(rank, self.size, port)
-                log = self.logs / f"rank{rank}.log"
-                process = FORKS.Process(target=be_rank, args=(variables, log, parent, function, arguments))
-                process.start()
-                self._started.append((process, process_with(process.pid)))
+            with start_method():
+                for place in self.places:
+                    log = self.logs / f"rank{place['RANK']}.log"
+                    arguments_of_rank = (inherited | place, log, parent, function, arguments)
+                    process = FORKS.Process(target=be_rank, args=arguments_of_rank)
+                    process.start()
+                    self._started.append((process, process_with(process.pid)))
         except (OSError, EOFError) as error:  # the server is gone
-            server_output.seek(0)
-            words = server_output.read().strip().splitlines() or [f"{type(error).__name__}: {error}"]
-            raise StartError(f"ranks cannot be started: {words[-1][:300]}") from error
+            raise StartError(f"ranks cannot be started: {last_words() or one_line(error)}") from error
 
     def running(self) -> bool:
         """Whether any rank lives; where one has failed, the others are made to end."""
@@ -138,14 +139,27 @@ def process_with(pid: int | None) -> psutil.Process | None:
     return None
 
 
-def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """This process's environment with what a launcher sets for a rank."""
-    variables = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
-    variables.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
-    return variables
+def last_words() -> str:
+    """The end of what the server and ranks without a log have printed."""
+    server_output.seek(0)
+    return (server_output.read().strip().splitlines() or [""])[-1][:300]
+
+
+@contextlib.contextmanager
+def start_method() -> Iterator[None]:
+    """Ranks are told how processes of theirs are to be started: not as joblib's workers do, which this may be one of."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+def places_here(size: int) -> list[dict[str, str]]:
+    """What a launcher would tell each rank of a world on this machine."""
+    shared = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return [{key: str(value) for key, value in {**shared, "RANK": n, "LOCAL_RANK": n}.items()} for n in range(size)]
 
 
 def be_rank(

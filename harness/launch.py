@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from harness.checkpoint_folder import find_resume
 from harness.config import Config, dump, total_steps
 from harness.display import Display
-from harness.environment import STOP_SIGNALS, alive, launchers, oom_kills
-from harness.forkserver import GRACE_S, Ranks, StartError
+from harness.environment import STOP_SIGNALS, alive, launchers, oom_kills, uncollected
+from harness.forkserver import GRACE_S, Ranks, StartError, last_words, places_here
 from harness.rundir import VANISHED, RunDir, Status
 
 if TYPE_CHECKING:
     from harness.ranks import World
+    from harness.screen import Screen, Unseen
 
 POLL_S = 0.1
 
@@ -28,11 +30,13 @@ class Stopped(BaseException):
     """This process was told to stop, or nobody waits for it any more."""
 
 
-def launch(config: Config, run: RunDir, title: str) -> None:
+def launch(config: Config, run: RunDir, title: str, place: dict[str, str] | None = None) -> None:
     """Start a world on a run's directory and wait for its end, which ``status.json`` tells afterwards.
 
     Args:
         title: shown with the progress.
+        place: of rank 0 of a world whose other ranks tasks like this one start (:func:`follow`); without, all ranks
+            are started here.
 
     Raises:
         Stopped: when this process was told to stop; the world has ended and its run is recorded.
@@ -40,14 +44,14 @@ def launch(config: Config, run: RunDir, title: str) -> None:
     assert config.launch.world_size is not None
     display = Display(sys.stderr, total_steps(config), title)
     kills_before = oom_kills()
-    ranks = Ranks(config.launch.world_size, run.logs.resolve())
+    ranks = Ranks([place] if place else places_here(config.launch.world_size), run.logs.resolve())
     ended: tuple[Status, str] | None = None
     with stop_signals():
         try:
             resume = find_resume(config, run)
             if resume is not None:
                 display.say(f"goes on from {resume}")
-            ranks.start(train_run, dump(config), run.path.resolve(), resume and resume.resolve())
+            ranks.start(lead_world, order(config, run, resume), place is not None)
             ended = wait(ranks, run, display, config.launch.timeout_s)
         except StartError as error:
             ended = "failed", str(error)
@@ -61,12 +65,69 @@ def launch(config: Config, run: RunDir, title: str) -> None:
             record_end(run, ended, kills_before)
 
 
-def train_run(world: World, config_text: str, path: Path, resume: Path | None) -> NoReturn:
-    """What each rank does."""
-    from harness.screen import Unseen
-    from harness.train import run
+def follow(place: dict[str, str]) -> None:
+    """Start the one rank of this task and wait for its end; the task that has rank 0 decides and records.
 
-    run(config_text, path, resume, world, Unseen())
+    Raises:
+        Stopped: when this process was told to stop.
+    """
+    with tempfile.TemporaryDirectory() as folder, stop_signals():
+        ranks = Ranks([place], Path(folder))
+        try:
+            ranks.start(be_told)
+            while ranks.running():
+                time.sleep(POLL_S)
+        except Stopped:
+            ranks.end()
+            raise
+        finally:
+            ranks.kill()
+
+
+def call_off(place: dict[str, str]) -> None:
+    """Let the tasks that follow rank 0's go: there is nothing to do."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = Ranks([place], Path(folder))
+        ranks.start(lead_world, {"exit": 1}, True)
+        while ranks.running():
+            time.sleep(POLL_S)
+
+
+def order(config: Config, run: RunDir, resume: Path | None) -> dict[str, Any]:
+    """What rank 0 tells the others."""
+    return {"config": dump(config), "run_dir": str(run.path.resolve()), "resume": resume and str(resume.resolve())}
+
+
+def obey(message: dict[str, Any], world: World, screen: Screen | Unseen) -> NoReturn:
+    """Do what an order says, as one of the ranks."""
+    from harness.ranks import leave
+
+    if "run_dir" not in message:
+        if world.rank == 0:
+            world.wait_until_received()
+        leave(message["exit"])
+    with uncollected():
+        from harness.train import run
+
+    resume = Path(message["resume"]) if message["resume"] else None
+    run(message["config"], Path(message["run_dir"]), resume, world, screen)
+
+
+def lead_world(world: World, message: dict[str, Any], others_wait: bool) -> NoReturn:
+    """What rank 0 does, and every other rank whose parent knows what rank 0's does."""
+    from harness.screen import Unseen
+
+    if others_wait:
+        world.publish(message)
+    obey(message, world, Unseen())
+
+
+def be_told(world: World) -> NoReturn:
+    """What a rank does whose parent does not know."""
+    from harness.screen import Screen
+
+    screen = Screen()
+    obey(world.receive(), world, screen)
 
 
 def wait(ranks: Ranks, run: RunDir, display: Display, timeout_s: float | None) -> tuple[Status, str] | None:
@@ -131,7 +192,7 @@ def last_line(run: RunDir) -> str:
         fatal = [line for line in lines if line.startswith("Fatal Python error")]
         if lines:
             return (fatal or lines)[-1][:300]
-    return "(empty)"
+    return last_words() or "(empty)"
 
 
 @contextlib.contextmanager

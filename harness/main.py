@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
@@ -24,6 +22,7 @@ from harness.environment import (  # noqa: E402
     launchers,
     ranks_on_host,
     set_rank_environment,
+    uncollected,
     visible_gpus,
     without_local_rank,
 )
@@ -64,7 +63,7 @@ def run_parent(arguments: list[str], default_world_size: int | None = None) -> N
     try:
         with stop_signals(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             run_hydra(arguments, sweep or (lambda composed: completed.append(run_once(composed))))
-            if sweep is not None and sweep.done:
+            if sweep is not None:
                 sweep.finish()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -75,6 +74,9 @@ def run_parent(arguments: list[str], default_world_size: int | None = None) -> N
         )
         print(f"stopped: {stop}; the same command goes on {kept}", file=sys.stderr)
         sys.exit(1)
+    finally:
+        if sweep is not None:
+            sweep.journal.remove()
     sys.exit(0 if all(completed) else 1)
 
 
@@ -86,28 +88,11 @@ def run_rank(arguments: list[str]) -> NoReturn:
 
         screen = Screen()
         faulthandler.enable()  # a crash inside a library leaves its place in the rank's log
-        from harness.ranks import leave
+        from harness.launch import obey
+        from harness.ranks import World, leave  # noqa: F401  # torch
 
     world = join(screen, above)
-    message = compose_and_publish(arguments, world, screen) if world.rank == 0 else world.receive()
-    if "run_dir" not in message:
-        if world.rank == 0:
-            world.wait_until_received()
-        leave(message["exit"])
-    with uncollected():
-        from harness.train import run
-
-    resume = Path(message["resume"]) if message["resume"] else None
-    run(message["config"], Path(message["run_dir"]), resume, world, screen)
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """For imports: what they make stays, and to look through it for garbage takes a fifth of a rank's start."""
-    gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()
+    obey(compose_and_publish(arguments, world, screen) if world.rank == 0 else world.receive(), world, screen)
 
 
 def join(screen: Screen, above: list[psutil.Process | None]) -> World:
@@ -126,7 +111,8 @@ def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> d
     """Rank 0: decide what the world does and tell the other ranks, whatever happens here."""
     from harness.checkpoint_folder import find_resume
     from harness.compose import check_ranks, decide, refuse_multirun, reproducing_command, run_hydra
-    from harness.config import ConfigError, dump
+    from harness.config import ConfigError
+    from harness.launch import order
     from harness.rundir import RunDir
 
     message: dict[str, Any] = {"exit": 0}
@@ -137,8 +123,7 @@ def compose_and_publish(arguments: list[str], world: World, screen: Screen) -> d
         check_ranks(ranks_on_host(), gpus)
         config = decide(composed, world.size, gpus)
         run = RunDir.create(config, reproducing_command(world.size))
-        resume = find_resume(config, run)
-        message.update(config=dump(config), run_dir=str(run.path.resolve()), resume=resume and str(resume))
+        message.update(order(config, run, find_resume(config, run)))
 
     try:
         with contextlib.redirect_stdout(screen.out), contextlib.redirect_stderr(screen.err):

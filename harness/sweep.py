@@ -6,10 +6,14 @@ next point goes on. A sweep that is started again does only what is missing.
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
 import sys
+import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,11 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from harness.compose import check_ranks, decide, refuse_multirun, reproducing_command
-from harness.config import Config, ConfigError
+from harness.config import Config, ConfigError, one_line
 from harness.display import print_outcome
-from harness.environment import visible_gpus
-from harness.launch import launch
-from harness.rundir import GONE, RunDir, RunGoingOn
+from harness.environment import cache_folder, place_in_job, visible_gpus
+from harness.launch import call_off, follow, launch
+from harness.rundir import GONE, RunDir, RunGoingOn, write_json
 
 # By launch.rerun: the statuses of earlier points that a sweep leaves as they are.
 KEPT = {"none": ("completed", "oom", "diverged"), "failed": ("completed",), "all": ()}
@@ -57,8 +61,38 @@ def run_once(composed: DictConfig) -> bool:
     return status.get("status") == "completed"
 
 
+class Journal:
+    """How the points of a sweep ended, a file each, since Hydra's launchers may run them in other processes and on other
+    machines. They lie in the cache folder, which those share."""
+
+    def __init__(self) -> None:
+        sweeps = cache_folder() / "sweeps"
+        try:
+            sweeps.mkdir(parents=True, exist_ok=True)
+            self.folder = Path(tempfile.mkdtemp(dir=sweeps))
+        except OSError:  # no home; then all runs on this machine
+            self.folder = Path(tempfile.mkdtemp())
+
+    def add(self, study: Path, outcome: str, upload: str, took_s: float | None) -> None:
+        """
+        Args:
+            upload: ``wandb.mode`` of the point, by which the study's report is uploaded.
+            took_s: None for a point that did not run, or was kept.
+        """
+        record = {"study": str(study), "outcome": outcome, "upload": upload, "took_s": took_s}
+        write_json(self.folder / f"{uuid.uuid4()}.json", record)
+
+    def read(self) -> list[dict[str, Any]]:
+        """The records so far, oldest first."""
+        paths = sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        return [json.loads(path.read_text()) for path in paths]
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
 class Sweep:
-    """The points of one multirun; called by Hydra with each composed config.
+    """The points of one multirun; called by Hydra with each composed config, in whatever process its launcher chose.
 
     Args:
         arguments: the command line, to know how many points there will be.
@@ -68,88 +102,110 @@ class Sweep:
     def __init__(self, arguments: list[str], default_world_size: int | None):
         self.arguments = arguments
         self.default_world_size = default_world_size
-        self.started = time.monotonic()
-        self.done = 0
-        self.took_s: list[float] = []
-        self.outcomes: list[str] = []
-        self.studies: dict[Path, None] = {}
-        self.upload = "disabled"
+        self.started = time.time()
+        self.journal = Journal()
 
     def __call__(self, composed: DictConfig) -> float:
         """The objective of one point; nan where it has none."""
-        if self.done == 0:
-            share_threads(self.arguments)
-        self.done += 1
+        share_threads(self.arguments)
         total = count_points(self.arguments)
-        heading = f"[{self.done}/{total or '?'}]"
+        heading = f"[{HydraConfig.get().job.num + 1}/{total or '?'}]"
+        place = place_in_job()
         try:
-            return self._run(composed, heading, total)
+            if place is not None and place["RANK"] != "0":
+                return self._follow(composed, place)
+            return self._run(composed, heading, total, place)
         except Exception as error:
-            reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, ConfigError) else one_line(error, 300)
             return self._refused(composed, heading, reason)
 
-    def _run(self, composed: DictConfig, heading: str, total: int | None) -> float:
+    def _run(self, composed: DictConfig, heading: str, total: int | None, place: dict[str, str] | None) -> float:
         started = time.monotonic()
-        config = decide_here(composed, self.default_world_size)
+        config = self._decide(composed, place)
         RunDir.forget_refusal(composed)
-        self.studies[Path(config.runs_dir).expanduser() / config.study] = None
-        self.upload = config.wandb.mode
         run = RunDir.of(config)
-        status = run.read_status()
-        kept = status is not None and status["status"] in KEPT[config.launch.rerun]
+        kept = is_kept(run, config.launch.rerun)
         if not kept:
             try:
                 run = RunDir.create(config, reproducing_command(config.launch.world_size or 1))
-            except RunGoingOn as error:
+            except ConfigError as error:
+                if place is not None:
+                    call_off(place)
+                if not isinstance(error, RunGoingOn):
+                    raise
                 self._say(f"{heading} left to another sweep: {error}")
                 return math.nan
             self._say(f"{heading} {run.path.name}{self._left(total)}")
-            launch(config, run, f"{heading} {run.path.name}")
-            self.took_s.append(time.monotonic() - started)
-        return self._ended(run, heading, "kept, " if kept else "", config.objective)
+            launch(config, run, f"{heading} {run.path.name}", place)
+        return self._ended(run, heading, config, None if kept else time.monotonic() - started)
 
-    def _ended(self, run: RunDir, heading: str, kept: str, objective: str) -> float:
+    def _follow(self, composed: DictConfig, place: dict[str, str]) -> float:
+        """One of the further tasks of a job: its rank joins that of the first."""
+        config = self._decide(composed, place)
+        if not is_kept(RunDir.of(config), config.launch.rerun):
+            follow(place)
+        return math.nan
+
+    def _decide(self, composed: DictConfig, place: dict[str, str] | None) -> Config:
+        if place is None:
+            return decide_here(composed, self.default_world_size)
+        gpus = visible_gpus()
+        check_ranks(int(place["LOCAL_SIZE"]), gpus)
+        return decide(composed, int(place["WORLD_SIZE"]), gpus)
+
+    def _ended(self, run: RunDir, heading: str, config: Config, took_s: float | None) -> float:
         status, summary = run.read_status() or GONE, run.read_summary() or {}
         word = status["status"]
-        self.outcomes.append(word)
+        self.journal.add(run.path.parent, word, config.wandb.mode, took_s)
         numbers = status.get("reason", "")
         if word == "completed":
             loss, speed = number_of(summary, "final_loss"), number_of(summary, "tokens_per_s")
             numbers = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
-        self._say(f"{heading} {kept}{word}  {run.path.name}  {numbers}")
-        return number_of(summary, objective) if word == "completed" else math.nan
+        self._say(f"{heading} {'kept, ' if took_s is None else ''}{word}  {run.path.name}  {numbers}")
+        return number_of(summary, config.objective) if word == "completed" else math.nan
 
     def _refused(self, composed: DictConfig, heading: str, reason: str) -> float:
         """A point that cannot run is a failed point like any other."""
-        self.outcomes.append("failed")
         self._say(f"{heading} failed  {reason}")
         try:
             run = RunDir.refuse(composed, reproducing_command(composed.launch.world_size or 1), reason)
         except (OSError, ValueError) as error:
             self._say(f"{heading} and could not be recorded: {error}")
         else:
-            self.studies[run.path.parent] = None
+            self.journal.add(run.path.parent, "failed", "disabled", None)
         return math.nan
 
     def _left(self, total: int | None) -> str:
         """How long the points that are left will take, judged by those that ran."""
-        if not self.took_s or total is None:
+        records = self.journal.read()
+        ran = sum(record["took_s"] is not None for record in records)
+        if not ran or total is None:
             return ""
-        return f"  (sweep: about {sum(self.took_s) / len(self.took_s) * (total - self.done + 1):,.0f} s left)"
+        return f"  (sweep: about {(time.time() - self.started) / ran * (total - len(records)):,.0f} s left)"
 
     def finish(self) -> None:
         """Say how the points ended and write the report of every study they belong to."""
-        counts = ", ".join(f"{self.outcomes.count(word)} {word}" for word in dict.fromkeys(self.outcomes))
-        self._say(f"{self.done} points in {time.monotonic() - self.started:,.0f} s: {counts}")
-        if self.studies:
-            from harness.report import write_report
+        records = self.journal.read()
+        if not records:
+            return
+        outcomes = [record["outcome"] for record in records]
+        counts = ", ".join(f"{outcomes.count(word)} {word}" for word in dict.fromkeys(outcomes))
+        self._say(f"{len(records)} points in {time.time() - self.started:,.0f} s: {counts}")
+        from harness.report import write_report
 
-            for study in self.studies:
-                self._say(f"report  {write_report([study], upload=self.upload) / 'index.html'}")
+        for study in dict.fromkeys(record["study"] for record in records):
+            report = write_report([Path(study)], upload=records[-1]["upload"])
+            self._say(f"report  {report / 'index.html'}")
 
     @staticmethod
     def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+def is_kept(run: RunDir, rerun: str) -> bool:
+    """Whether a sweep leaves an earlier point as it is."""
+    status = run.read_status()
+    return status is not None and status["status"] in KEPT[rerun]
 
 
 def number_of(summary: dict[str, Any], key: str) -> float:

@@ -9,7 +9,8 @@ from harness.config import ConfigError, dump, grad_accum_steps, load, resolve, t
 from harness.ds_config import build_ds_config
 from harness.environment import without_local_rank
 from harness.rundir import config_hash, run_name
-from tests.worlds import ROOT, compose
+from tests.launched import ROOT
+from tests.worlds import compose
 
 OPTIONS = sorted(
     f"{path.parent.name}={path.stem}" for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name != "exp"

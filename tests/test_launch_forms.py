@@ -31,7 +31,9 @@ def test_a_run_completes_in_every_form_from_any_folder(form, tmp_path):
     assert "FutureWarning" not in launched.text()
 
 
-@pytest.mark.parametrize("form", SOME_LAUNCHERS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.slow) if "--" in form else form for form in LAUNCHERS]
+)
 def test_term_to_the_outermost_process_leaves_killed_and_no_orphan(form, tmp_path):
     launched = Launched([*FORMS[form], *LONG], tmp_path)
     run = launched.wait_for_update()

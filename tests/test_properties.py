@@ -30,8 +30,8 @@ from harness.report.series import Comparison
 from harness.report.study import build_pictures
 from harness.report.table import run_rows
 from harness.rundir import RunDir, config_hash, run_name
+from tests.launched import ROOT
 from tests.run_factory import make_run, resolved
-from tests.worlds import ROOT
 
 
 def property_of(examples: int):

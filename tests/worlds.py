@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from harness.config import Config, resolve
-from harness.forkserver import Ranks
+from harness.forkserver import Ranks, places_here
 from harness.ranks import World, leave
 from tests.run_factory import compose_config
 
@@ -32,7 +32,7 @@ def run_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[
         AssertionError: with the traceback of a rank that raised.
     """
     with tempfile.TemporaryDirectory() as name:
-        folder, ranks = Path(name), Ranks(size, Path(name))
+        folder, ranks = Path(name), Ranks(places_here(size), Path(name))
         try:
             ranks.start(be_rank, folder, function, arguments)
             while ranks.running():

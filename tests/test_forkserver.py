@@ -1,0 +1,81 @@
+"""Ranks are forked from one process; what happens to it, and where they are started from."""
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing import forkserver
+
+import pytest
+
+from harness import forkserver as ours
+from harness.forkserver import Ranks, StartError, places_here, start_method, start_server
+
+
+def write_place(world, folder):
+    (folder / str(world.rank)).write_text(f"{os.getppid()} {os.environ['RANK']} {os.environ.get('SLURM_NTASKS')}")
+
+
+def sleep_or_fail(world):
+    time.sleep(60 if world.rank == 0 else 0)
+    raise ValueError("rank 1 fails")
+
+
+def run(function, *arguments, size=2, logs):
+    ranks = Ranks(places_here(size), logs)
+    ranks.start(function, *arguments)
+    while ranks.running():
+        time.sleep(0.02)
+
+
+def servers(folder):
+    return {path.read_text().split()[0] for path in folder.glob("[01]")}
+
+
+def test_ranks_of_all_worlds_come_from_one_server_and_a_dead_one_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    seen = []
+    for _ in range(2):
+        run(write_place, tmp_path, logs=tmp_path)
+        seen.append(servers(tmp_path))
+    assert seen[0] == seen[1] and len(seen[0]) == 1
+    assert [path.read_text().split()[1:] for path in sorted(tmp_path.glob("[01]"))] == [["0", "None"], ["1", "None"]]
+    (server,) = seen[0]
+    os.kill(int(server), signal.SIGKILL)
+    time.sleep(0.1)
+    run(write_place, tmp_path, logs=tmp_path)
+    assert len(servers(tmp_path)) == 1 and servers(tmp_path) != seen[0]
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path):
+    started = time.monotonic()
+    run(sleep_or_fail, logs=tmp_path)
+    assert time.monotonic() - started < 30
+    assert "ValueError: rank 1 fails" in (tmp_path / "rank1.log").read_text()
+
+
+def test_a_server_that_cannot_import_says_so(tmp_path, monkeypatch):
+    def start_broken():
+        print("ImportError: no torch", file=ours.server_output, flush=True)
+
+    monkeypatch.setattr(ours, "start_server", start_broken)
+    monkeypatch.setattr(forkserver, "connect_to_new_process", lambda fds: (tmp_path / "gone").read_bytes())
+    with pytest.raises(StartError, match="ranks cannot be started: ImportError: no torch"):
+        Ranks(places_here(1), tmp_path).start(write_place, tmp_path)
+
+
+def test_a_worker_of_joblib_can_start_ranks():
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    with start_method():
+        assert multiprocessing.get_start_method() == "forkserver"
+    assert multiprocessing.get_start_method() == "spawn"
+    multiprocessing.set_start_method(before, force=True)
+
+
+def test_the_server_leaves_the_environment_and_the_screen_as_they_were(capfd):
+    before = dict(os.environ), signal.getsignal(signal.SIGINT)
+    start_server()
+    assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before
+    print("seen")
+    assert capfd.readouterr().out == "seen\n"
