@@ -95,7 +95,7 @@ def test_how_a_point_ended_decides_whether_it_is_started_again(ended, rerun, tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("harness.report.write_report", lambda studies, upload: studies[0])
     started = []
-    monkeypatch.setattr("harness.sweep.launch", lambda config, run, title: started.append(config.batch.global_size))
+    monkeypatch.setattr("harness.sweep.launch", lambda config, *_: started.append(config.batch.global_size))
     with pytest.raises(SystemExit) as end:
         run_parent(
             [*SWEEP[2:4], f"batch.global_size={','.join(map(str, BATCHES))}", *SWEEP[5:], f"launch.rerun={rerun}"]
