@@ -102,7 +102,9 @@ class Ranks:
                     process.start()
                     self._started.append((process, process_with(process.pid)))
         except (OSError, EOFError) as error:  # the server is gone
-            raise StartError(f"ranks cannot be started: {last_words() or one_line(error)}") from error
+            server_output.seek(0)
+            words = server_output.read().strip().splitlines() or [one_line(error)]
+            raise StartError(f"ranks cannot be started: {words[-1][:300]}") from error
 
     def running(self) -> bool:
         """Whether any rank lives; where one has failed, the others are made to end."""
@@ -137,12 +139,6 @@ def process_with(pid: int | None) -> psutil.Process | None:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid)
     return None
-
-
-def last_words() -> str:
-    """The end of what the server and ranks without a log have printed."""
-    server_output.seek(0)
-    return (server_output.read().strip().splitlines() or [""])[-1][:300]
 
 
 @contextlib.contextmanager

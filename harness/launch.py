@@ -16,7 +16,7 @@ from harness.checkpoint_folder import find_resume
 from harness.config import Config, dump, total_steps
 from harness.display import Display
 from harness.environment import STOP_SIGNALS, alive, launchers, oom_kills, uncollected
-from harness.forkserver import GRACE_S, Ranks, StartError, last_words, places_here
+from harness.forkserver import GRACE_S, Ranks, StartError, places_here
 from harness.rundir import VANISHED, RunDir, Status
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def last_line(run: RunDir) -> str:
         fatal = [line for line in lines if line.startswith("Fatal Python error")]
         if lines:
             return (fatal or lines)[-1][:300]
-    return last_words() or "(empty)"
+    return "(empty)"
 
 
 @contextlib.contextmanager

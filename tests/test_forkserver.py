@@ -1,5 +1,6 @@
 """Ranks are forked from one process; what happens to it, and where they are started from."""
 
+import io
 import multiprocessing
 import os
 import signal
@@ -55,10 +56,8 @@ def test_a_rank_that_fails_ends_the_others(tmp_path):
 
 
 def test_a_server_that_cannot_import_says_so(tmp_path, monkeypatch):
-    def start_broken():
-        print("ImportError: no torch", file=ours.server_output, flush=True)
-
-    monkeypatch.setattr(ours, "start_server", start_broken)
+    monkeypatch.setattr(ours, "start_server", lambda: None)
+    monkeypatch.setattr(ours, "server_output", io.StringIO("Traceback\nImportError: no torch\n"))
     monkeypatch.setattr(forkserver, "connect_to_new_process", lambda fds: (tmp_path / "gone").read_bytes())
     with pytest.raises(StartError, match="ranks cannot be started: ImportError: no torch"):
         Ranks(places_here(1), tmp_path).start(write_place, tmp_path)

@@ -10,14 +10,14 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from harness.config import Config, resolve
 from harness.forkserver import Ranks, places_here
-from harness.ranks import World, leave
 from tests.run_factory import compose_config
+
+if TYPE_CHECKING:
+    from harness.ranks import World
 
 
 def compose(*overrides: str, world_size: int = 1, on_gpu: bool = False) -> Config:
@@ -54,6 +54,10 @@ class Raised:
 
 def be_rank(world: World, folder: Path, function: Callable[..., Any], arguments: Any) -> None:
     """A rank of a test's world: one thread, its collectives up."""
+    import torch
+
+    from harness.ranks import leave
+
     torch.set_num_threads(1)
     world.init_process_group()
     try:
