@@ -38,8 +38,9 @@ def bare_rate(stage: int, steps: int) -> float:
     return json.loads(line.removeprefix("RESULT "))["tokens_per_s"]
 
 
-def seconds_to_first_update(command: list[str]) -> float:
-    """From starting a command to its first line about an update; the command is then ended."""
+def seconds_to_first_update(command: list[str], point: str = "") -> float:
+    """From starting a command, or from a sweep's announcement of a point, to the next line about a first update; the
+    command is then ended."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         process = subprocess.Popen(
@@ -49,6 +50,9 @@ def seconds_to_first_update(command: list[str]) -> float:
             text=True,
         )
         assert process.stdout is not None
+        if point:
+            next(line for line in process.stdout if line.startswith(point))
+            started = time.monotonic()
         next(line for line in process.stdout if line.startswith("update 1/"))
         seconds = time.monotonic() - started
         process.terminate()
@@ -86,9 +90,12 @@ def main() -> None:
         "harness, python": [sys.executable, main_py, "+exp=zero3", "launch.world_size=2", "runs_dir=FOLDER"],
     }
     times: dict[str, list[float]] = {name: [] for name in commands}
+    sweep = [*commands["harness, python"], "seed=0,1", "train.steps=2", "-m"]
+    times["harness, second point of a sweep"] = []
     for _ in range(arguments.pairs):
         for name, command in commands.items():
             times[name].append(seconds_to_first_update(command))
+        times["harness, second point of a sweep"].append(seconds_to_first_update(sweep, "[2/2]"))
     for name, seconds in times.items():
         result[f"seconds to first update: {name}"] = spread(seconds)
         print(name, spread(seconds), flush=True)
