@@ -24,7 +24,7 @@ from harness.engines import Engine, build_engine
 from harness.feed import Feed
 from harness.hf_config import check_limits
 from harness.measure.hardware import describe_environment
-from harness.ranks import ToldToStop, Watch, World, fix_threads, leave
+from harness.ranks import ToldToStop, Watch, World, fix_threads, keep_freed_memory, leave
 from harness.recorder import Recorder, gpu_name, known_shape
 from harness.residual import predicted_numbers, residuals
 from harness.rundir import RunDir, Status, write_json
@@ -50,6 +50,7 @@ def run(config_text: str, path: Path, resume: Path | None, world: World, screen:
     watch = Watch(world, leader.end if leader else None, config.launch.timeout_s)
     try:
         fix_threads()
+        keep_freed_memory()
         data = open_data(config, check_limits(config))
         world.init_process_group()
         engine = build_engine(config, world)
