@@ -101,7 +101,7 @@ def run_world(world_size: int) -> Calibration:
         try:
             ranks.start(write_measurements, out)
             while ranks.running():
-                time.sleep(0.1)
+                ranks.wait(0.5)
         except StartError as error:
             raise ConfigError(f"calibration: {error}") from error
         finally:

@@ -15,7 +15,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -115,6 +115,14 @@ class Ranks:
             return False
         return bool(living)
 
+    def wait(self, seconds: float) -> None:
+        """Until a rank ends, at most so long."""
+        sentinels = [process.sentinel for process, _ in self._started if process.exitcode is None]
+        if sentinels:
+            connection.wait(sentinels, seconds)
+        else:  # their server is gone
+            time.sleep(seconds)
+
     def end(self) -> None:
         """Tell every rank to end, and make sure."""
         for handle in self._living():
@@ -122,7 +130,7 @@ class Ranks:
                 handle.terminate()
         deadline = time.monotonic() + GRACE_S
         while self._living() and time.monotonic() < deadline:
-            time.sleep(0.05)
+            self.wait(0.1)
         self.kill()
 
     def kill(self) -> None:

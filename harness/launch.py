@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from harness.ranks import World
     from harness.screen import Screen, Unseen
 
-POLL_S = 0.1
+POLL_S = 0.5  # between looks at a run's progress
 
 
 class Stopped(BaseException):
@@ -76,7 +76,7 @@ def follow(place: dict[str, str]) -> None:
         try:
             ranks.start(be_told)
             while ranks.running():
-                time.sleep(POLL_S)
+                ranks.wait(POLL_S)
         except Stopped:
             ranks.end()
             raise
@@ -90,7 +90,7 @@ def call_off(place: dict[str, str]) -> None:
         ranks = Ranks([place], Path(folder))
         ranks.start(lead_world, {"exit": 1}, True)
         while ranks.running():
-            time.sleep(POLL_S)
+            ranks.wait(POLL_S)
 
 
 def order(config: Config, run: RunDir, resume: Path | None) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def wait(ranks: Ranks, run: RunDir, display: Display, timeout_s: float | None) -
     """Show progress until the world ends; what this process had to do about it, if anything."""
     started, tail, above = time.monotonic(), MetricsTail(run), launchers()
     while ranks.running():
-        time.sleep(POLL_S)
+        ranks.wait(POLL_S)
         if not all(alive(process) for process in above):
             raise Stopped("its launcher vanished")
         row = tail.newest()

@@ -6,6 +6,7 @@ next point goes on. A sweep that is started again does only what is missing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -80,7 +81,8 @@ class Journal:
             took_s: None for a point that did not run, or was kept.
         """
         record = {"study": str(study), "outcome": outcome, "upload": upload, "took_s": took_s}
-        write_json(self.folder / f"{uuid.uuid4()}.json", record)
+        with contextlib.suppress(OSError):  # a full disk; the run's own record tells
+            write_json(self.folder / f"{uuid.uuid4()}.json", record)
 
     def read(self) -> list[dict[str, Any]]:
         """The records so far, oldest first."""

@@ -26,7 +26,7 @@ def run(function, *arguments, size=2, logs):
     ranks = Ranks(places_here(size), logs)
     ranks.start(function, *arguments)
     while ranks.running():
-        time.sleep(0.02)
+        ranks.wait(0.5)
 
 
 def servers(folder):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ def run_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[
         try:
             ranks.start(be_rank, folder, function, arguments)
             while ranks.running():
-                time.sleep(0.01)
+                ranks.wait(0.5)
         finally:
             ranks.kill()
         logs = "".join(path.read_text() for path in folder.glob("*.log"))
