@@ -71,9 +71,11 @@ def place_in_job() -> dict[str, str] | None:
 def uncollected() -> Iterator[None]:
     """For imports: what they make stays, and to look through it for garbage takes a fifth of a rank's start."""
     gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def ranks_on_host() -> int:

@@ -15,10 +15,12 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
+from unittest import mock
 
 import psutil
 
@@ -29,26 +31,21 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["harness.preload"])
 GRACE_S = 30.0  # from telling a world to end until it is killed
 ROOT = Path(__file__).resolve().parent.parent
-server_output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+
+
+@cache
+def server_output() -> IO[str]:
+    """What the server prints, and ranks that have no log yet."""
+    return tempfile.TemporaryFile("w+")
 
 
 def start_server() -> None:
     """Start the process that ranks are forked from, unless it is there; it imports while this one goes on."""
     import_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # To ask the driver how many GPUs there are would start CUDA, which does not survive a fork.
-    with environment(PYTHONPATH=import_path, PYTORCH_NVML_BASED_CUDA_CHECK="1"), quiet_without_ctrl_c():
+    variables = {"PYTHONPATH": import_path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    with mock.patch.dict(os.environ, variables), quiet_without_ctrl_c():
         forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -58,7 +55,7 @@ def quiet_without_ctrl_c() -> Iterator[None]:
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for descriptor in (1, 2):
-            os.dup2(server_output.fileno(), descriptor)
+            os.dup2(server_output().fileno(), descriptor)
         yield
     finally:
         for descriptor, kept in zip((1, 2), screen, strict=True):
@@ -68,7 +65,7 @@ def quiet_without_ctrl_c() -> Iterator[None]:
 
 
 class StartError(Exception):
-    """Ranks could not be started, with the server's last words."""
+    """Ranks could not be started."""
 
 
 class Ranks:
@@ -89,11 +86,11 @@ class Ranks:
         Raises:
             StartError: when the server cannot import what they need.
         """
-        start_server()
         here = psutil.Process()
         parent = (here.pid, here.create_time())
         inherited = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
         try:
+            start_server()
             with start_method():
                 for place in self.places:
                     log = self.logs / f"rank{place['RANK']}.log"
@@ -102,9 +99,7 @@ class Ranks:
                     process.start()
                     self._started.append((process, process_with(process.pid)))
         except (OSError, EOFError) as error:  # the server is gone
-            server_output.seek(0)
-            words = server_output.read().strip().splitlines() or [one_line(error)]
-            raise StartError(f"ranks cannot be started: {words[-1][:300]}") from error
+            raise StartError(f"ranks cannot be started: {one_line(error)}{last_words()}") from error
 
     def running(self) -> bool:
         """Whether any rank lives; where one has failed, the others are made to end."""
@@ -147,6 +142,15 @@ def process_with(pid: int | None) -> psutil.Process | None:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid)
     return None
+
+
+def last_words() -> str:
+    """The last line that the server has printed, for a sentence."""
+    with contextlib.suppress(OSError):
+        server_output().seek(0)
+        for line in server_output().read().strip().splitlines()[-1:]:
+            return f"; the last line of their imports: {line[:300]}"
+    return ""
 
 
 @contextlib.contextmanager

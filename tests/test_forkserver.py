@@ -4,7 +4,9 @@ import io
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
+from functools import cache
 from multiprocessing import forkserver
 
 import pytest
@@ -57,9 +59,15 @@ def test_a_rank_that_fails_ends_the_others(tmp_path):
 
 def test_a_server_that_cannot_import_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(ours, "start_server", lambda: None)
-    monkeypatch.setattr(ours, "server_output", io.StringIO("Traceback\nImportError: no torch\n"))
+    monkeypatch.setattr(ours, "server_output", lambda: io.StringIO("Traceback\nImportError: no torch\n"))
     monkeypatch.setattr(forkserver, "connect_to_new_process", lambda fds: (tmp_path / "gone").read_bytes())
-    with pytest.raises(StartError, match="ranks cannot be started: ImportError: no torch"):
+    with pytest.raises(StartError, match="ranks cannot be started: FileNotFoundError.*imports: ImportError: no torch"):
+        Ranks(places_here(1), tmp_path).start(write_place, tmp_path)
+
+
+def test_no_place_for_temporary_files_is_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(ours, "server_output", cache(lambda: tempfile.TemporaryFile(dir=tmp_path / "gone")))
+    with pytest.raises(StartError, match="ranks cannot be started: FileNotFoundError: .*gone"):
         Ranks(places_here(1), tmp_path).start(write_place, tmp_path)
 
 
