@@ -61,13 +61,13 @@ def test_a_server_that_cannot_import_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(ours, "start_server", lambda: None)
     monkeypatch.setattr(ours, "server_output", lambda: io.StringIO("Traceback\nImportError: no torch\n"))
     monkeypatch.setattr(forkserver, "connect_to_new_process", lambda fds: (tmp_path / "gone").read_bytes())
-    with pytest.raises(StartError, match="ranks cannot be started: FileNotFoundError.*imports: ImportError: no torch"):
+    with pytest.raises(StartError, match=r"ranks cannot be started: FileNotFoundError.*imports: ImportError: no torch"):
         Ranks(places_here(1), tmp_path).start(write_place, tmp_path)
 
 
 def test_no_place_for_temporary_files_is_told_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(ours, "server_output", cache(lambda: tempfile.TemporaryFile(dir=tmp_path / "gone")))
-    with pytest.raises(StartError, match="ranks cannot be started: FileNotFoundError: .*gone"):
+    monkeypatch.setattr(ours, "server_output", cache(lambda: tempfile.TemporaryFile(dir=tmp_path / "gone")))  # noqa: SIM115
+    with pytest.raises(StartError, match=r"ranks cannot be started: FileNotFoundError: .*gone"):
         Ranks(places_here(1), tmp_path).start(write_place, tmp_path)
 
 
