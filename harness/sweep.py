@@ -142,10 +142,11 @@ class Sweep:
         return self._ended(run, heading, config, None if kept else time.monotonic() - started)
 
     def _follow(self, composed: DictConfig, place: dict[str, str]) -> float:
-        """One of the further tasks of a job: its rank joins that of the first."""
-        config = self._decide(composed, place)
-        if not is_kept(RunDir.of(config), config.launch.rerun):
-            follow(place)
+        """One of the further tasks of a job: its rank joins that of the first, which records whatever happens."""
+        with contextlib.suppress(ConfigError):
+            config = self._decide(composed, place)
+            if not is_kept(RunDir.of(config), config.launch.rerun):
+                follow(place)
         return math.nan
 
     def _decide(self, composed: DictConfig, place: dict[str, str] | None) -> Config:

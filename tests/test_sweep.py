@@ -128,15 +128,16 @@ def test_under_the_launcher_rank_0_sweeps_with_the_launchers_world_size(tmp_path
 
 
 def test_the_tasks_of_a_job_are_the_ranks_of_its_point(tmp_path):
-    sweep = [sys.executable, MAIN, "-m", *QUICK, "study=job", "seed=1", "hydra/launcher=submitit_local"]
+    sweep = [sys.executable, MAIN, "-m", *QUICK, "study=job", "batch.global_size=3,8", "hydra/launcher=submitit_local"]
     launched = Launched([*sweep, "hydra.launcher.tasks_per_node=2"], tmp_path)
     assert launched.wait(200) == 0, launched.text()
-    run = launched.run()
+    run, refused = launched.runs()
+    assert "not divisible by 2 ranks" in refused.read_status()["reason"]
     assert run.read_status()["status"] == "completed"
     assert run.read_summary()["world_size"] == 2
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
     assert {path.name for path in run.logs.iterdir()} == {"rank0.log", "rank1.log"}
-    assert "1 points in" in launched.text() and "index.html" in launched.text()
+    assert "1 failed" in launched.text() and "1 completed" in launched.text() and "index.html" in launched.text()
 
 
 def test_ctrl_c_stops_a_sweep_and_it_can_be_continued(tmp_path):
