@@ -85,6 +85,7 @@ def told_by_hydra(error: BaseException) -> str:
     text = str(error).split("Config search path")[0].split("full_key:")[0].split("Set the environment")[0]
     heading, _, options = text.partition("Available options")
     line = " ".join(heading.split()).removeprefix("In 'config': ")
+    line = re.sub(r"\. To append to your config use \S+", "", line)
     names = [name.strip() for name in options.splitlines()[1:] if name.strip() and not name.strip().endswith("_schema")]
     if names:
         line += f"; choose one of {', '.join(names)}"

@@ -50,7 +50,7 @@ class Machine:
     tables: tuple[CollectiveTable, ...] = ()  # measured, used instead of bandwidth and latency
     products: ProductRates | None = None  # measured, used instead of flops_per_second
     measured_ranks: int = 1  # that computed at the same time when the products were measured
-    shared: bool = False  # the ranks of a machine share its cores
+    shared: bool = False  # the ranks of a machine share its cores and its memory
     most_ranks: int | None = None  # that share a machine, more need further machines; None: all share one
 
     @classmethod
@@ -94,8 +94,17 @@ class Machine:
             return self.flops_per_second
         if not self.shared:
             return self.products.at(size)
-        together = world_size if self.most_ranks is None else min(world_size, self.most_ranks)
-        return self.products.at(size) * self.measured_ranks / together
+        return self.products.at(size) * self.measured_ranks / self.ranks_together(world_size)
+
+    def ranks_together(self, world_size: int) -> int:
+        """How many ranks share what a machine has."""
+        if not self.shared:
+            return 1
+        return world_size if self.most_ranks is None else min(world_size, self.most_ranks)
+
+    def memory_of_rank(self, world_size: int) -> float | None:
+        """Bytes that one rank may take."""
+        return None if self.memory_bytes is None else self.memory_bytes / self.ranks_together(world_size)
 
     def seconds(self, collective_: Collective, world_size: int) -> float | None:
         """Seconds of all calls of one kind of collective, one after another.

@@ -13,6 +13,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from harness.config import Config, ConfigError, resolve_precision, to_config
 from harness.environment import visible_gpus
 from harness.hf_config import check_limits, model_shape
@@ -71,7 +73,10 @@ def find_machine(config: Config) -> Machine:
         sheet = Machine.of_device(wanted, precision, config.plan.bandwidth, config.plan.efficiency)
         here = [each for each in load_all() if each.on_gpu and find_device(each.device) == find_device(wanted)]
         return measured_machine(here, precision) or sheet
-    machine = machine_here(config.plan, precision, gpu_name())
+    gpu = gpu_name()
+    machine = machine_here(config.plan, precision, gpu)
+    if gpu is None:
+        machine = replace(machine, memory_bytes=float(psutil.virtual_memory().total), shared=True)
     return replace(machine, most_ranks=max([machine.measured_ranks, len(os.sched_getaffinity(0))]))
 
 

@@ -147,7 +147,17 @@ def print_world(console: Any, plan: Plan, world: WorldPlan) -> None:
     unit, scale = unit_of([row.prediction.memory_bytes for row in world.rows])
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, show_edge=False)
     pending = ["pending"] if any(row.prediction.states.pending for row in world.rows) else []
-    heads = ["param", "grad", "optim", "buffer", *pending, "activ", "total", "(12)", "(16)"]
+    conventions = [] if pending else list(CONVENTIONS)  # there is no room for both
+    heads = [
+        "param",
+        "grad",
+        "optim",
+        "buffer",
+        *pending,
+        "activ",
+        "total",
+        *(f"({CONVENTIONS[c]})" for c in conventions),
+    ]
     for head in [unit, *heads, "fits", "micro", "sent", "compute", "exposed", "tok/s", "MFU", "days"]:
         table.add_column(head, justify="left" if head == unit else "right", no_wrap=True)
     for row in world.rows:
@@ -161,7 +171,7 @@ def print_world(console: Any, plan: Plan, world: WorldPlan) -> None:
             p.activations.most,
             p.memory_bytes,
         )
-        numbers = [*parts, *(convention_bytes(plan, row, name) for name in CONVENTIONS)]
+        numbers = [*parts, *(convention_bytes(plan, row, name) for name in conventions)]
         table.add_row(
             NAMES[p.kind],
             *(digits(number / scale) for number in numbers),
@@ -179,8 +189,8 @@ def print_world(console: Any, plan: Plan, world: WorldPlan) -> None:
     if world.cheapest is None:
         console.print("no stage fits")
     else:
-        fits = "that fits" if plan.machine.memory_bytes is not None else "(whether it fits is not known)"
-        console.print(f"cheapest stage {fits}: {NAMES[world.cheapest]}", markup=False)
+        fits = "that fit" if plan.machine.memory_bytes is not None else "(whether they fit is not known)"
+        console.print(f"of the stages {fits}, {NAMES[world.cheapest]} sends least", markup=False)
 
 
 def unit_of(counts: list[float]) -> tuple[str, float]:

@@ -125,7 +125,7 @@ def predict(config: Config, shape: ModelShape, machine: Machine, kind: str, worl
         tokens=tokens,
         model_flops=flops.model_flops_per_token(shape, config.data.seq_len) * tokens,
         peak_flops=machine.peak_flops,
-        device_memory_bytes=machine.memory_bytes,
+        device_memory_bytes=machine.memory_of_rank(world_size),
     )
 
 

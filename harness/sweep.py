@@ -196,6 +196,9 @@ class Sweep:
         self._say(f"{len(records)} points in {time.time() - self.started:,.0f} s: {counts}")
         from harness.report import write_report
 
+        for best in sorted({Path(record["study"]) / ".sweep" / "optimization_results.yaml" for record in records}):
+            if best.exists():
+                self._say(f"best  {' '.join(best.read_text().split())}  ({best})")
         for study in dict.fromkeys(record["study"] for record in records):
             report = write_report([Path(study)], upload=records[-1]["upload"])
             self._say(f"report  {report / 'index.html'}")

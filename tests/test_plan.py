@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -172,6 +173,22 @@ def test_mistakes_are_told_in_one_line(arguments, message):
     done, _ = run_plan(*arguments)
     assert done.returncode == 1 and done.stdout == ""
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_ranks_of_a_cpu_share_its_memory(monkeypatch):
+    monkeypatch.setattr("harness.plan.visible_gpus", lambda: 0)
+    monkeypatch.setattr("harness.plan.psutil.virtual_memory", lambda: SimpleNamespace(total=25e9))
+    plan = make_plan(compose("model=llama_1b", "data.seq_len=512", "batch.global_size=16", "plan.world_sizes=[1,2]"))
+    for world in plan.worlds:
+        prediction = world.rows[0].prediction
+        assert prediction.device_memory_bytes == 25e9 / world.world_size
+        assert prediction.fits is (prediction.memory_bytes <= 25e9 / world.world_size)
+
+
+def test_asynchronous_columns_fit_in_a_line(capsys):
+    print_plan(make_plan(compose("+exp=async", "parallel.workers=4", "plan.world_sizes=[2]", "plan.device=h200")))
+    out = capsys.readouterr().out
+    assert "pending" in out and "…" not in out
 
 
 def test_planning_imports_no_torch():

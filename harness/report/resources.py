@@ -27,6 +27,7 @@ MEMORY = {
     "param_bytes": "parameters",
     "grad_bytes": "gradients",
     "optimizer_bytes": "optimizer state",
+    "pending_gradient_bytes": "gradients held back (async)",
     "peak_memory_bytes": "peak, all together",
 }
 UNSHARDED = ("ZeRO-0", "DDP")
@@ -95,9 +96,12 @@ def memory(comparison: Comparison, series: list[Series]) -> Curve | Bars | LeftO
         if any(line.x for line in lines):
             lines += ideal_shares(series, key)
             panels.append(Panel(MEMORY[key], RANKS_LABEL, "bytes per rank", lines, "bytes", steps=True))
-    note = "Grey, dashed: an ideal 1/N share of what one rank holds without sharding."
+    note = (
+        "Grey, dashed: a 1/N share of the most that one rank holds in a run that shards nothing. Without a GPU the peak is the "
+        "whole process, libraries included."
+    )
     if len(told_apart) < len(comparison.varied):
-        note += " What varies in the study and changes memory by less than 5 % is not told apart."
+        note += " Runs whose memory differs by less than 5 % are one line."
     return Curve(slug, title, panels, note) if panels else LeftOut(slug, title, "no completed run measured its memory")
 
 
@@ -170,7 +174,7 @@ def communication(comparison: Comparison) -> Bars | LeftOut:
         rows.setdefault(label_of({key: values[key] for key in keys if key in values}), sent)
     operations = sorted({operation for sent in rows.values() for operation in sent})
     parts = {operation: [sent.get(operation, 0.0) for sent in rows.values()] for operation in operations}
-    note = "Input bytes of every call. What varies in the study and does not change them is not told apart."
+    note = "Input bytes of every call, also on one rank, where nothing is sent. Runs that put in the same have one bar."
     return Bars(slug, title, list(rows), [BarPanel("", "bytes per update and rank", parts)], note, named=True)
 
 
@@ -187,7 +191,9 @@ def sent_bytes(runs: list[Run]) -> dict[str, float] | None:
 
 
 def memory_of(series: Series) -> tuple[float | None, ...]:
-    return tuple(Point(series.runs).median(key) for key in MEMORY)
+    """Bytes of each part; only asynchronous workers hold gradients back."""
+    point = Point(series.runs)
+    return tuple(point.median(key) or (0.0 if key.startswith("pending") else None) for key in MEMORY)
 
 
 def close(one: tuple[float, ...], other: tuple[float, ...]) -> bool:

@@ -122,7 +122,7 @@ def efficiencies(series: list[Series]) -> Curve | LeftOut:
     panels = by_kind(series, "efficiency", fill, "percent")
     for panel in panels:
         panel.y_label = {
-            KINDS["strong"]: "strong efficiency: N0 T0 / (N T)",
+            KINDS["strong"]: "strong efficiency: N0 T0 / (N T), T the step time, 0 the smallest world",
             KINDS["weak"]: "weak efficiency (rate per rank kept)",
         }[panel.title]
         add_ideal(panel)
