@@ -10,9 +10,11 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -50,9 +52,9 @@ def start_server() -> None:
 
 @contextlib.contextmanager
 def quiet_without_ctrl_c() -> Iterator[None]:
-    """A process started inside prints to ``server_output`` and is not meant by Ctrl-C."""
+    """A process started inside prints to ``server_output`` and does not hear Ctrl-C; this one hears it afterwards."""
     screen = [os.dup(descriptor) for descriptor in (1, 2)]
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for descriptor in (1, 2):
             os.dup2(server_output().fileno(), descriptor)
@@ -61,7 +63,7 @@ def quiet_without_ctrl_c() -> Iterator[None]:
         for descriptor, kept in zip((1, 2), screen, strict=True):
             os.dup2(kept, descriptor)
             os.close(kept)
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class StartError(Exception):
@@ -99,7 +101,7 @@ class Ranks:
                     process.start()
                     self._started.append((process, process_with(process.pid)))
         except (OSError, EOFError) as error:  # the server is gone
-            raise StartError(f"ranks cannot be started: {one_line(error)}{last_words()}") from error
+            raise StartError(f"ranks cannot be started: {last_words() or why_not(error)}") from error
 
     def running(self) -> bool:
         """Whether any rank lives; where one has failed, the others are made to end."""
@@ -145,12 +147,18 @@ def process_with(pid: int | None) -> psutil.Process | None:
 
 
 def last_words() -> str:
-    """The last line that the server has printed, for a sentence."""
+    """The error that has ended the server's imports, if one has."""
     with contextlib.suppress(OSError):
         server_output().seek(0)
         for line in server_output().read().strip().splitlines()[-1:]:
-            return f"; the last line of their imports: {line[:300]}"
+            return line[:300] if re.match(r"[\w.]*(Error|Exception)\b", line) else ""
     return ""
+
+
+def why_not(error: BaseException) -> str:
+    if isinstance(error, (EOFError, ConnectionError)):
+        return "the process that they are forked from was killed"
+    return f"{one_line(error)}{'; set a shorter TMPDIR' if 'AF_UNIX' in str(error) else ''}"
 
 
 @contextlib.contextmanager
@@ -182,11 +190,23 @@ def be_rank(
             os.dup2(file.fileno(), descriptor)
     os.environ.clear()
     os.environ.update(variables)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable()  # a crash inside a library leaves its place in the log
     from harness.ranks import World, leave
 
-    function(World.join([process_of(*parent)]), *arguments)
+    joined, above = threading.Event(), process_of(*parent)
+    threading.Thread(target=leave_with, args=(above, joined), daemon=True).start()
+    world = World.join([above])
+    joined.set()
+    function(world, *arguments)
     leave(0)
+
+
+def leave_with(parent: psutil.Process | None, joined: threading.Event) -> None:
+    """Do not wait for ranks that a dead parent will never start; once they have met, they look for themselves."""
+    while not joined.wait(1):
+        if not alive(parent):
+            os._exit(1)
 
 
 def free_port() -> int:

@@ -55,6 +55,8 @@ def launch(config: Config, run: RunDir, title: str, place: dict[str, str] | None
             ended = wait(ranks, run, display, config.launch.timeout_s)
         except StartError as error:
             ended = "failed", str(error)
+            if place is not None:
+                call_off(place)
         except Stopped as stop:
             ranks.end()
             ended = "killed", str(stop)
@@ -86,7 +88,7 @@ def follow(place: dict[str, str]) -> None:
 
 def call_off(place: dict[str, str]) -> None:
     """Let the tasks that follow rank 0's go: there is nothing to do."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(StartError):
         ranks = Ranks([place], Path(folder))
         ranks.start(lead_world, {"exit": 1}, True)
         while ranks.running():

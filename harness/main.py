@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    open_closed_streams()
     arguments = without_local_rank(sys.argv[1:])
     if not set_rank_environment():
         run_parent(arguments)
@@ -43,6 +44,17 @@ def main() -> None:
         run_rank(arguments)
     elif os.environ["RANK"] == "0":
         run_parent(arguments, default_world_size=int(os.environ["WORLD_SIZE"]))
+
+
+def open_closed_streams() -> None:
+    """Where a stream was closed (``>&-``), what is written goes nowhere."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != descriptor:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", closefd=False))
 
 
 def run_parent(arguments: list[str], default_world_size: int | None = None) -> NoReturn:
@@ -67,6 +79,8 @@ def run_parent(arguments: list[str], default_world_size: int | None = None) -> N
                 sweep.finish()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        if sweep is not None:
+            sweep.finish()  # of the points that were done before Hydra or its launcher gave up
         sys.exit(1)
     except Stopped as stop:
         kept = (

@@ -108,7 +108,13 @@ class Sweep:
         self.journal = Journal()
 
     def __call__(self, composed: DictConfig) -> float:
-        """The objective of one point; nan where it has none."""
+        """The objective of one point; where it has none nan or, to Optuna, which takes no nan, the worst."""
+        value = self._point(composed)
+        direction = HydraConfig.get().sweeper.get("direction")
+        worst = {"minimize": math.inf, "maximize": -math.inf}.get(getattr(direction, "name", str(direction)), math.nan)
+        return worst if math.isnan(value) else value
+
+    def _point(self, composed: DictConfig) -> float:
         share_threads(self.arguments)
         total = count_points(self.arguments)
         heading = f"[{HydraConfig.get().job.num + 1}/{total or '?'}]"

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from harness.main import run_parent
 from harness.rundir import RunDir
-from harness.sweep import share_threads
+from harness.sweep import Sweep, share_threads
 from tests.launched import FORMS, MAIN, QUICK, ROOT, Launched, still_alive
 
 # One sweep over learning rates; a run's name tells its batch, so the fault is chosen by that.
@@ -180,6 +181,17 @@ def test_two_sweeps_on_one_study_do_not_clobber(tmp_path):
     runs = [RunDir(path.parent) for path in tmp_path.glob("runs/default/*/status.json")]
     assert [run.read_status()["status"] for run in runs] == ["completed"] * 2
     assert [[row["step"] for row in run.read_metrics()] for run in runs] == [[1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize(("direction", "told"), [("minimize", math.inf), ("maximize", -math.inf), (None, math.nan)])
+def test_a_point_without_an_objective_is_the_worst_to_optuna(direction, told, monkeypatch):
+    sweeper = {"direction": direction and SimpleNamespace(name=direction)}
+    monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(sweeper=sweeper))
+    sweep = Sweep.__new__(Sweep)
+    monkeypatch.setattr(sweep, "_point", lambda composed: math.nan)
+    assert sweep({}) == pytest.approx(told, nan_ok=True)
+    monkeypatch.setattr(sweep, "_point", lambda composed: 2.5)
+    assert sweep({}) == 2.5
 
 
 @pytest.mark.parametrize(
