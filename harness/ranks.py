@@ -202,7 +202,10 @@ class Watch(threading.Thread):
 
     def _stop(self, reason: str) -> None:
         """End now, or once training has written a checkpoint if it can; being told again changes nothing, since a
-        launcher passes on a signal that the ranks have had already."""
+        launcher passes on a signal that the ranks have had already. Launchers also tell when another rank has failed: that
+        failure is then the end."""
+        if self.told is None and self.world.rank == 0 and self._failed_elsewhere():
+            self.end("failed", "another rank failed")
         if not self.can_stop_later:
             self.end("killed", reason)
         if self.told is None:
@@ -254,6 +257,10 @@ class Watch(threading.Thread):
         if told and told["status"] == "killed" and (status == "killed" or told["time"] < noticed):
             return "killed", told["reason"]  # what ended this rank is its echo
         return status, reason
+
+    def _failed_elsewhere(self) -> bool:
+        notes = self._notes()
+        return any(note["status"] != "killed" for note in notes.values()) or bool(set(self._dead()) - set(notes))
 
     def _leave_note(self, status: Status, reason: str) -> None:
         note = {"rank": self.world.rank, "status": status, "reason": reason, "time": time.time()}

@@ -27,6 +27,7 @@ from harness.compose import check_ranks, decide, refuse_multirun, reproducing_co
 from harness.config import Config, ConfigError, one_line
 from harness.display import print_outcome
 from harness.environment import cache_folder, place_in_job, visible_gpus
+from harness.forkserver import StartError
 from harness.launch import call_off, follow, launch
 from harness.rundir import GONE, RunDir, RunGoingOn, write_json
 
@@ -149,7 +150,7 @@ class Sweep:
 
     def _follow(self, composed: DictConfig, place: dict[str, str]) -> float:
         """One of the further tasks of a job: its rank joins that of the first, which records whatever happens."""
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError, StartError):
             config = self._decide(composed, place)
             if not is_kept(RunDir.of(config), config.launch.rerun):
                 follow(place)

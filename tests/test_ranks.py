@@ -65,6 +65,25 @@ def test_what_came_first_is_the_verdict(own, theirs, late_s, expected, monkeypat
     assert got[1] == expected and got[0] == (own if expected == own[1] else theirs)[0]
 
 
+@pytest.mark.parametrize(
+    ("note", "dead", "expected"),
+    [({}, [1], "end"), ({1: {"status": "failed"}}, [1], "end"), ({1: {"status": "killed"}}, [1], None), ({}, [], None)],
+)
+def test_being_told_to_stop_because_a_rank_failed_is_a_failure(note, dead, expected):
+    """A parent or launcher tells the other ranks as soon as one is gone."""
+    watch = Watch.__new__(Watch)
+    watch.world, watch.told, watch.can_stop_later = SimpleNamespace(rank=0), None, True
+    watch._dead, watch._notes = lambda: dead, lambda: note
+    watch.end = mock.Mock(side_effect=SystemExit)
+    if expected:
+        with pytest.raises(SystemExit):
+            watch._stop("received SIGTERM")
+        watch.end.assert_called_once_with("failed", "another rank failed")
+    else:
+        watch._stop("received SIGTERM")
+        assert watch.told == "received SIGTERM" and not watch.end.called
+
+
 def test_a_crash_inside_a_library_is_told_by_pythons_last_words(tmp_path):
     run = SimpleNamespace(logs=tmp_path)
     assert last_line(run) == "(empty)"
