@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import time
-from unittest import mock
 
 
 def run_out_of_memory():
@@ -87,16 +86,18 @@ def inject_at_wandb(module):
 
 
 @contextlib.contextmanager
-def take_port(module, arguments):
-    with socket.socket() as taken, mock.patch.object(module, "free_port", lambda: taken.getsockname()[1]):
+def take_port(ranks, arguments):
+    with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
+        for place in ranks.places:
+            place["MASTER_PORT"] = str(taken.getsockname()[1])
         yield
 
 
 @contextlib.contextmanager
-def hide_data(module, arguments):
-    path = re.search(r"(\S*corpus\.txt)", arguments[1])[1]
+def hide_data(ranks, arguments):
+    path = re.search(r"(\S*corpus\.txt)", arguments[1]["config"])[1]
     os.rename(path, f"{path}.hidden")
     yield
     os.rename(f"{path}.hidden", path)
@@ -111,7 +112,7 @@ def inject_at_start(module):
 
     def wrapped(ranks, *arguments):
         _, kind = fault_here(ranks.logs, 0)
-        with PARENT_KINDS.get(kind, lambda *_: contextlib.nullcontext())(module, arguments):
+        with PARENT_KINDS.get(kind, lambda *_: contextlib.nullcontext())(ranks, arguments):
             start(ranks, *arguments)
             time.sleep(5 if kind in PARENT_KINDS else 0)
 
