@@ -97,15 +97,11 @@ def run_world(world_size: int) -> Calibration:
         ConfigError: with the last words of the world when it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out, ranks = Path(folder) / "calibration.json", Ranks(places_here(world_size), Path(folder))
+        out = Path(folder) / "calibration.json"
         try:
-            ranks.start(write_measurements, out)
-            while ranks.running():
-                ranks.wait(0.5)
+            Ranks(places_here(world_size), Path(folder)).run(write_measurements, out)
         except StartError as error:
             raise ConfigError(f"calibration: {error}") from error
-        finally:
-            ranks.kill()
         if not out.exists():
             logs = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("*.log")))
             words = [line for line in logs.splitlines() if line.strip()] or ["no word"]

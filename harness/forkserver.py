@@ -103,6 +103,19 @@ class Ranks:
         except (OSError, EOFError) as error:  # the server is gone
             raise StartError(f"ranks cannot be started: {last_words() or why_not(error)}") from error
 
+    def run(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Start all ranks and wait for their end.
+
+        Raises:
+            StartError: as :meth:`start`.
+        """
+        try:
+            self.start(function, *arguments)
+            while self.running():
+                self.wait(1)
+        finally:
+            self.kill()
+
     def running(self) -> bool:
         """Whether any rank lives; where one has failed, the others are made to end."""
         living = self._living()

@@ -89,10 +89,7 @@ def follow(place: dict[str, str]) -> None:
 def call_off(place: dict[str, str]) -> None:
     """Let the tasks that follow rank 0's go: there is nothing to do."""
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(StartError):
-        ranks = Ranks([place], Path(folder))
-        ranks.start(lead_world, {"exit": 1}, True)
-        while ranks.running():
-            ranks.wait(POLL_S)
+        Ranks([place], Path(folder)).run(lead_world, {"exit": 1}, True)
 
 
 def order(config: Config, run: RunDir, resume: Path | None) -> dict[str, Any]:

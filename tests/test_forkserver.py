@@ -29,10 +29,7 @@ def sleep_or_fail(world):
 
 
 def run(function, *arguments, size=2, logs):
-    ranks = Ranks(places_here(size), logs)
-    ranks.start(function, *arguments)
-    while ranks.running():
-        ranks.wait(0.5)
+    Ranks(places_here(size), logs).run(function, *arguments)
 
 
 def servers(folder):

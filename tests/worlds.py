@@ -31,13 +31,8 @@ def run_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[
         AssertionError: with the traceback of a rank that raised.
     """
     with tempfile.TemporaryDirectory() as name:
-        folder, ranks = Path(name), Ranks(places_here(size), Path(name))
-        try:
-            ranks.start(be_rank, folder, function, arguments)
-            while ranks.running():
-                ranks.wait(0.5)
-        finally:
-            ranks.kill()
+        folder = Path(name)
+        Ranks(places_here(size), folder).run(be_rank, folder, function, arguments)
         logs = "".join(path.read_text() for path in folder.glob("*.log"))
         results = {path.stem: pickle.loads(path.read_bytes()) for path in sorted(folder.glob("*.result"))}
     for value in results.values():
